@@ -75,11 +75,14 @@ class RunSettings:
     """Folder and seed of a run."""
 
     dir: str = setting("", "folder of this run: config, metrics, TensorBoard, checkpoints")
-    seed: int = setting(0, "seed of initialization, sample order, noise times, masks and noise", at_least=0)
+    seed: int = setting(
+        0, "seed of initialization, sample order, noise times, masks and noise", at_least=0, at_most=2**63 - 1
+    )
     init_seed: int | None = setting(
         None,
         "seed of the initial weights; null: that of the rest",
         at_least=0,
+        at_most=2**63 - 1,
         advice="Another one shows, under the same samples and noise, how much of a difference between runs is luck",
     )
 
@@ -115,11 +118,6 @@ class LogConfig:
         at_least=0,
     )
     figure_samples: int = setting(32, "held-out samples for each figure", at_least=2, at_most=4096)
-    projector: bool = setting(False, "with the figures, write latents and texts for TensorBoard's projector")
-
-    def __post_init__(self) -> None:
-        if self.projector and not (self.tensorboard and self.figures_every):
-            raise ValueError("projector: comes with figures, expected tensorboard: true and figures_every above 0")
 
 
 @dataclass(frozen=True)
@@ -397,13 +395,7 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
 
 
 def _absolute(path: str) -> str:
-    """Return `path` as an absolute path; unchanged if empty, or if the working folder's name is no valid setting."""
-    from mmldlm.settings.fields import build
-
-    try:
-        return build(RunSettings, {"dir": str(Path(path).absolute())}).dir if path else path
-    except ConfigError:
-        return path
+    return str(Path(path).absolute()) if path else path
 
 
 def write_config(config: RunConfig, run_dir: Path) -> None:

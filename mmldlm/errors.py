@@ -89,8 +89,7 @@ class PeerLostError(MmldlmError):
 
 def error_from_exit_code(code: int, text: str) -> MmldlmError:
     """Return an error with message `text` that ends a command with exit code `code`."""
-    classes = [ConfigError, DataError, NumericalError, RunInUseError, StorageError, StoppedBySignal, PeerLostError]
-    return next((cls for cls in classes if cls.exit_code == code), UsageError)(text)
+    return next((cls for cls in MmldlmError.__subclasses__() if cls.exit_code == code), UsageError)(text)
 
 
 _DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENAMETOOLONG}

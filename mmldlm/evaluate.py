@@ -7,19 +7,14 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if __name__ == "__main__":  # before the imports below import torch
-    from mmldlm.utils.malloc import configure_cuda_allocator
-    from mmldlm.utils.process import start_process
-    from mmldlm.utils.versions import exit_if_outdated
+    from mmldlm.utils.process import start_rank
 
-    start_process(outlives_terminal=True)
-    exit_if_outdated()
-    configure_cuda_allocator(os.environ)
+    start_rank()
 
 from mmldlm.diffusion.noise import MODES
 from mmldlm.distributed.launch import read_launcher_env
@@ -127,15 +122,11 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
         with processes.raise_on_all_ranks("writing of the results"):
             if processes.is_main:
                 make_folder(out)
-                _write(out, result)
+                write_atomically(out / "samples.md", samples_markdown(result))
+                write_atomically(out / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+                print("\n".join(map(printable, table(result).split("\n"))))
+                print(printable(f"written: {out / 'evaluation.json'}, {out / 'samples.md'}"), flush=True)
     return ExitCode.DONE
-
-
-def _write(folder: Path, result: dict[str, Any]) -> None:
-    write_atomically(folder / "samples.md", samples_markdown(result))
-    write_atomically(folder / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
-    print("\n".join(map(printable, table(result).split("\n"))))
-    print(printable(f"written: {folder / 'evaluation.json'}, {folder / 'samples.md'}"), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:

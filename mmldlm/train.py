@@ -12,13 +12,9 @@ if __package__ in (None, ""):  # started as a script path, as the deepspeed laun
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if __name__ == "__main__":  # before the imports below import torch
-    from mmldlm.utils.malloc import configure_cuda_allocator
-    from mmldlm.utils.process import start_process
-    from mmldlm.utils.versions import exit_if_outdated
+    from mmldlm.utils.process import start_rank
 
-    start_process(outlives_terminal=True)
-    exit_if_outdated()
-    configure_cuda_allocator(os.environ)
+    start_rank()
 
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require_paths, split_arguments

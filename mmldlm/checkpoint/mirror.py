@@ -1,258 +1,277 @@
 """Copies of a run's checkpoints on another disk or in an object store, by fsspec.
 
-Each `step-00000100/` of a mirror is a run folder with one checkpoint. Its `complete.json` is written last and removed
-first: a folder without it is a copy that was interrupted. Nothing is renamed, since object stores cannot.
-
-This module runs as a process of its own for each request, see `main`; it imports no torch.
+Each `step-00000100/` of a mirror is a run folder with one checkpoint. The manifest of the checkpoint, which has the
+hashes of its files, is written last and removed first: a folder without one is a copy that was interrupted. Nothing is
+renamed, since object stores cannot.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import io
 import json
-import os
+import logging
 import shutil
-import signal
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import astuple
-from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
+from mmldlm.checkpoint.manifest import Checkpoint, check_name, verify_checkpoint
 from mmldlm.checkpoint.names import MANIFEST, checkpoint_name, step_and_revision
-from mmldlm.checkpoint.retention import Retention
-from mmldlm.errors import ConfigError, DataError, MmldlmError, StorageError
-from mmldlm.utils.files import FileInfo, file_info, fsync, make_folder
-from mmldlm.utils.process import STOP_SIGNALS
+from mmldlm.checkpoint.store import CheckpointStore
+from mmldlm.errors import ConfigError, DataError, StorageError
+from mmldlm.utils.files import fsync, make_folder
 from mmldlm.utils.short_repr import truncate
 
-CHECKPOINTS, METRICS, MARKER = "checkpoints", "metrics.jsonl", "complete.json"
-_PART_BYTES = 64 * 2**20  # of an upload to S3
+CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
+_POLL_INTERVAL_S = 0.2
 _MAX_ERROR_CHARACTERS = 300
+
+log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copies of the checkpoints of one run, which its first record distinguishes from all others.
+    """Copies of the checkpoints of one run, on rank 0: all ranks share the run folder.
 
-    `files` are what a copy has of the run folder besides the checkpoint, the metrics among it.
+    A thread makes one pass at a time; `poll` starts it and reports its outcome. A mirror that is the run folder is a
+    `ConfigError`. The run's first record distinguishes it from all others.
+
+    Args:
+        place: Folder or URL; the copies are in its subfolder with the name of the run folder.
+        store: The run's checkpoints, and which of them are kept, here and there.
+        files: What a copy has of the run folder besides the checkpoint, the metrics among it.
     """
 
-    def __init__(self, url: str, run_dir: Path, files: Sequence[str]):
+    def __init__(self, place: str, store: CheckpointStore, files: Sequence[str]):
+        self.store, self.files = store, files
+        self.run_dir = store.folder.parent.absolute()
+        self.url = f"{place.rstrip('/')}/{self.run_dir.name}"
+        if Path(self.url.removeprefix("file://")).resolve() == self.run_dir.resolve():
+            raise ConfigError(f"checkpoint.mirror: found {place}, where run.dir is; expected another disk")
+        self._due: int | None = None  # step of the newest checkpoint that no pass has looked for
+        self._pass: Future[tuple[int, dict[str, Any]]] | None = None
+        self._closed = Event()
+
+    @cached_property
+    def _place(self) -> tuple[Any, str]:
+        """File system of fsspec, and the path of the mirror in it. Imports the package of an object store."""
         import fsspec
 
-        self.url, self.run_dir, self.files = url, run_dir, files
-        # Another process may have written since a listing was cached.
-        self._system, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        self._is_local = "file" in self._system.protocol
-        # With parts of a known size the MD5 of a large object can be computed.
-        is_s3 = "s3" in self._system.protocol
-        self._options = {"chunksize": _PART_BYTES, "max_concurrency": 4} if is_s3 else {}
-        path = run_dir / METRICS
-        self._run = hashlib.sha256(path.open("rb").readline()).hexdigest() if path.exists() else None
+        # Without a cache of listings, since another process may write as well.
+        return fsspec.core.url_to_fs(self.url, use_listings_cache=False)
 
-    def update(self, retention: Retention) -> dict[str, Any]:
-        """Copy the checkpoints that `retention` keeps, the newest first, and remove the copies that it does not.
+    @property
+    def _system(self) -> Any:
+        return self._place[0]
 
-        Return the newest step, and the bytes that were copied.
+    # --- at the start --------------------------------------------------------------------------------------
 
-        Raises:
-            ConfigError: The copies are of another run or newer than this one.
-            StorageError: A copy differs from its checkpoint.
-        """
-        paths = sorted((self.run_dir / CHECKPOINTS).glob("step-*"))
-        local = {found[0]: path for path in paths if (found := step_and_revision(path.name))}
-        try:
-            return self._update(local, retention)
-        except FileNotFoundError:
-            if all(path.exists() for path in local.values()):
-                raise
-            return self.update(retention)  # the run has removed one meanwhile
-
-    def _update(self, local: dict[int, Path], retention: Retention) -> dict[str, Any]:
-        manifests = {step: json.loads((path / MANIFEST).read_bytes()) for step, path in local.items()}
-        copies, newest, copied = self._markers(newest=max(local)), max(local), 0
-        for folder in self._folders():
-            if folder.rpartition("/")[2] not in map(checkpoint_name, copies):
-                self._system.rm(folder, recursive=True)
-        losses = {step: marker["validation_loss"] for step, marker in copies.items()}
-        losses |= {step: manifest["info"].get("validation_loss") for step, manifest in manifests.items()}
-        keep = retention.steps_to_keep(newest, (local.keys() | copies.keys()) - {newest}, losses)
-        for step in sorted(keep & local.keys() - copies.keys(), reverse=True):
-            copied += self._copy(step, local[step], manifests[step]["files"], losses[step])
-        for step in copies.keys() - keep:
-            self._system.rm_file(self._marker(step))
-            self._system.rm(f"{self._root}/{checkpoint_name(step)}", recursive=True)
-        return {"step": newest, "bytes": copied}
-
-    def fetch(self, step: int, is_chosen: bool, folder: Path) -> dict[str, Any]:
-        """Fetch the newest intact copy after `step` into the empty `folder`, which becomes a run folder.
+    def fetch_newer(self, local: Checkpoint | None, is_chosen: bool) -> Checkpoint | None:
+        """Fetch the newest intact copy, with the files of its run, if it is newer than `local`, else return `local`.
 
         Args:
-            step: Where the run starts without it; -1 for an empty disk.
+            local: The checkpoint that the run would start from; None on an empty disk.
             is_chosen: Whether the user wants this start, so that a newer copy is an error.
 
-        Returns:
-            The step of the copy, `step` if there is none, and the problems of damaged ones.
-
         Raises:
-            ConfigError: The copies are of another run, or newer than a start that is chosen.
+            ConfigError: The mirror has another run, or is ahead of a start that is chosen.
             DataError: All copies are damaged, and the disk is empty.
+            StorageError: The mirror cannot be read, and the disk is empty.
         """
-        problems: dict[int, str] = {}
-        for found, marker in self._markers(newest=step if is_chosen else None, may_adopt=step < 0).items():
-            if found <= step:
+        started, folder = time.monotonic(), self.run_dir / f".{CHECKPOINTS}.tmp"
+        try:
+            fetched = self._fetch(-1 if local is None else local.step, is_chosen, folder)
+        except (ConfigError, DataError) as error:
+            raise type(error)(f"checkpoint.mirror: {error}") from None
+        except Exception as error:  # those of the libraries are of many kinds
+            if local is None and not is_chosen:
+                line = self._line(error)
+                raise StorageError(f"checkpoint.mirror: without it the run would start over: {line}") from error
+            log.warning("checkpoint.mirror: cannot look for newer checkpoints: %s", self._line(error))
+            return local
+        if fetched is None:
+            return local
+        # The checkpoint last: after a kill in between, the next start fetches all of it again.
+        for path in folder.iterdir():
+            target = self.run_dir / path.name
+            if path.name != CHECKPOINTS:
+                if target.is_dir():
+                    shutil.rmtree(target)
+                path.rename(target)
+        path = self.store.publish(fetched.path, fetched.step)
+        shutil.rmtree(folder)
+        print(f"fetched {path.name} from {self.url} in {time.monotonic() - started:.1f} s", flush=True)
+        return replace(fetched, path=path)
+
+    def _fetch(self, step: int, is_chosen: bool, folder: Path) -> Checkpoint | None:
+        """Fetch the newest intact copy after `step`, if any, into `folder`, which becomes a run folder."""
+        problems: dict[int, DataError] = {}
+        fetched = None
+        for copy in self._copies(newest=step if is_chosen else None, may_adopt=step < 0):
+            if copy <= step:
                 break
+            shutil.rmtree(folder, ignore_errors=True)
             try:
-                for name, expected in marker["files"].items():
-                    self._get(found, name, folder, expected)
-                step = found
+                fetched = self._get(copy, folder)
                 break
             except DataError as error:
-                problems[found] = str(error)
-                shutil.rmtree(folder, ignore_errors=True)
-        if problems and step < 0:
+                log.warning("checkpoint.mirror: %s; trying an older copy", error)
+                problems[copy] = error
+        if problems and fetched is None and step < 0:
             raise DataError(f"no good copy in {self.url}: {next(iter(problems.values()))}")
         for damaged in problems:
-            self._system.rm_file(self._marker(damaged))  # so that it is copied again
-        return {"step": step, "problems": [*problems.values()]}
+            self._system.rm_file(self._manifest(damaged))  # so that it is copied again
+        return fetched
 
-    def _markers(self, newest: int | None, may_adopt: bool = False) -> dict[int, Any]:
-        """Return the content of each copy's `complete.json`, by step from the newest, after checking whose they are."""
-        markers = {}
-        for folder in self._folders():
-            if self._system.exists(f"{folder}/{MARKER}"):
-                marker = json.loads(self._system.cat_file(f"{folder}/{MARKER}"))
-                markers[int(marker["step"])] = marker
-        if any(marker["run"] != self._run for marker in markers.values()) and not (may_adopt and self._run is None):
-            raise ConfigError(f"{self.url} has another run; expected another place, or a run.dir of another name")
-        if newest is not None and max(markers, default=newest) > newest:
-            raise ConfigError(
-                f"{self.url} has step {max(markers)}, expected none after {max(newest, 0)}: start with resume: auto, "
-                "remove it or name another place"
-            )
-        return dict(sorted(markers.items(), reverse=True))
+    def _get(self, step: int, folder: Path) -> Checkpoint:
+        """Fetch a copy, which is not trusted, and verify its checkpoint."""
+        for source in self._system.find(self._folder(step)):
+            name = source.removeprefix(f"{self._folder(step)}/")
+            if name.partition("/")[0] in (*self.files, CHECKPOINTS):
+                check_name(name)
+                make_folder((folder / name).parent)
+                self._system.get_file(source, str(folder / name))
+                (folder / name).chmod(0o600)
+                fsync(folder / name)
+        return verify_checkpoint(folder / CHECKPOINTS / checkpoint_name(step))
 
-    def _marker(self, step: int) -> str:
-        return f"{self._root}/{checkpoint_name(step)}/{MARKER}"
+    # --- during the run ------------------------------------------------------------------------------------
 
-    def _folders(self) -> list[str]:
-        names = self._system.ls(self._root, detail=False) if self._system.exists(self._root) else []
-        return [name.rstrip("/") for name in names if step_and_revision(name.rstrip("/").rpartition("/")[2])]
+    def request(self, step: int) -> None:
+        """Have the complete checkpoint of `step` copied soon."""
+        self._due = step
 
-    def _copy(self, step: int, checkpoint: Path, files: dict[str, Any], loss: float | None) -> int:
-        """Copy a checkpoint with the files of its run, then the marker; return the bytes."""
-        inside = f"{CHECKPOINTS}/{checkpoint_name(step)}"
-        sources = {f"{inside}/{name}": checkpoint / name for name in (*files, MANIFEST)}
-        with tempfile.TemporaryDirectory() as temporary:
-            for path in (
-                path for name in self.files for path in (self.run_dir / name, *(self.run_dir / name).rglob("*"))
-            ):
+    @property
+    def busy(self) -> bool:
+        """Return whether a checkpoint is being copied or will be."""
+        return self._pass is not None or self._due is not None
+
+    def poll(self, record: Callable[[int, Mapping[str, Any]], None]) -> None:
+        """Record the outcome of a pass that has ended, and start one if it is due."""
+        if self._pass is not None and self._pass.done():
+            outcome, self._pass = self._pass, None
+            record(*outcome.result())
+        if self._pass is None and self._due is not None:
+            outcome, step = Future(), self._due
+            self._pass, self._due = outcome, None
+            # A daemon, for which the end of the process does not wait.
+            Thread(target=lambda: outcome.set_result((step, self._try_to_copy())), name="mirror", daemon=True).start()
+
+    def wait(self, deadline: float, record: Callable[[int, Mapping[str, Any]], None]) -> None:
+        """Wait a moment for the last copy, until not `busy`; at `deadline` it is given up."""
+        if self._pass is not None:
+            wait_for([self._pass], _POLL_INTERVAL_S)
+        self.poll(record)
+        if self.busy and time.monotonic() >= deadline:
+            self.close()
+            record(max(self.store.by_step()), {"error": f"{self.url}: not within checkpoint.mirror_wait_s"})
+
+    def close(self) -> None:
+        """End the pass before its next file; what it has copied so far is no complete copy."""
+        self._closed.set()
+        self._pass = self._due = None
+
+    def _try_to_copy(self) -> dict[str, Any]:
+        """Make a pass in the thread; return what there is to record. The next checkpoint is the next attempt."""
+        started = time.monotonic()
+        try:
+            copied = self._copy_new()
+        except Exception as error:  # those of the libraries are of many kinds
+            return {"error": self._line(error)}
+        return {"path": self.url, "bytes": copied, "seconds": time.monotonic() - started}
+
+    def _copy_new(self) -> int:
+        """Copy the checkpoints that the store keeps, newest first, and remove other copies; return the bytes."""
+        local, retention, copied = self.store.by_step(), self.store.retention, 0
+        copies = self._copies(newest=max(local))
+        for step in self._steps() - {*copies}:  # interrupted
+            self._system.rm(self._folder(step), recursive=True)
+        losses: dict[int, float | None] = {}
+        if retention.best:
+            manifests = {step: json.loads(self._system.cat_file(self._manifest(step))) for step in copies}
+            losses = {step: manifest["info"].get("validation_loss") for step, manifest in manifests.items()}
+            losses |= {step: self.store.validation_loss(path) for step, path in local.items()}
+        keep = retention.steps_to_keep(max(local), {*local, *copies} - {max(local)}, losses)
+        for step in sorted(keep & {*local} - {*copies}, reverse=True):
+            try:
+                copied += self._copy(step, local[step])
+            except FileNotFoundError:
+                if local[step].exists():
+                    raise
+                # Else a newer checkpoint has replaced it meanwhile, and has requested another pass.
+        for step in {*copies} - keep:
+            self._system.rm_file(self._manifest(step))
+            self._system.rm(self._folder(step), recursive=True)
+        return copied
+
+    def _copy(self, step: int, checkpoint: Path) -> int:
+        """Copy a checkpoint, its manifest last, with the files of its run; return the bytes."""
+        copied = 0
+        for name in self.files:
+            for path in (self.run_dir / name, *(self.run_dir / name).rglob("*")):
                 if path.is_file():
                     # A snapshot, since the run appends to its files.
-                    name = path.relative_to(self.run_dir).as_posix()
-                    sources[name] = Path(temporary, name)
-                    sources[name].parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(path, sources[name])
-            infos = {name: self._put(path, f"{checkpoint_name(step)}/{name}") for name, path in sources.items()}
-            for name, entry in files.items():
-                if infos[f"{inside}/{name}"].sha256 != entry["sha256"]:
-                    raise StorageError(f"{checkpoint / name} is damaged: it is not what its manifest says")
-            facts = {name: astuple(info) for name, info in infos.items()}
-            marker = Path(temporary, MARKER)
-            marker.write_text(json.dumps({"step": step, "run": self._run, "validation_loss": loss, "files": facts}))
-            self._put(marker, f"{checkpoint_name(step)}/{MARKER}")
-        return sum(info.bytes for info in infos.values())
+                    copied += self._put(path.read_bytes(), f"{self._folder(step)}/{path.relative_to(self.run_dir)}")
+        files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST]
+        for path in (*files, checkpoint / MANIFEST):
+            inside = path.relative_to(checkpoint).as_posix()
+            copied += self._put(path, f"{self._folder(step)}/{CHECKPOINTS}/{checkpoint_name(step)}/{inside}")
+        return copied
 
-    def _put(self, path: Path, name: str) -> FileInfo:
-        """Copy a file and verify that it has arrived: by the store's MD5, or else by reading it back.
-
-        An ETag of S3 is the MD5 of the object, or the MD5 of its parts' MD5s, or, encrypted by a key service, neither.
-        """
-        target, info = f"{self._root}/{name}", file_info(path)
-        if self._is_local:
+    def _put(self, content: bytes | Path, target: str) -> int:
+        if self._closed.is_set():
+            raise StorageError("the run has ended")
+        is_local = "file" in self._system.protocol
+        if is_local:
             make_folder(Path(target).parent)
-        self._system.put_file(str(path), target, **self._options)
-        if self._is_local:
+        if isinstance(content, Path):
+            self._system.put_file(str(content), target)
+        else:
+            self._system.pipe_file(target, content)
+        if is_local:
+            Path(target).chmod(0o600)
             fsync(Path(target))
             fsync(Path(target).parent)
-        stored = self._system.info(target)
-        md5 = str(stored.get("ETag", "")).strip('"') or base64.b64decode(stored.get("md5Hash", "")).hex()
-        is_known = bool(md5) and md5 in _md5s(path)
-        if stored["size"] != info.bytes or not (is_known or self._sha256(target) == info.sha256):
-            raise StorageError(f"{self.url}/{name} is not what was copied: {stored['size']} of {info.bytes} bytes")
-        return info
+        return content.stat().st_size if isinstance(content, Path) else len(content)
 
-    def _sha256(self, target: str) -> str:
-        digest = hashlib.sha256()
-        with self._system.open(target, "rb") as file:
-            for block in _blocks(file):
-                digest.update(block)
-        return digest.hexdigest()
+    # --- what is there -------------------------------------------------------------------------------------
 
-    def _get(self, step: int, name: str, folder: Path, expected: list[Any]) -> None:
-        """Fetch a file of a copy, which is not trusted; raise `DataError` unless it is what its marker says."""
-        parts, path, source = PurePosixPath(name).parts, folder / name, f"{checkpoint_name(step)}/{name}"
-        if not {*parts[:1]} & {*self.files, CHECKPOINTS} or ".." in parts:
-            raise DataError(f"{self.url}/{source}: not a file of a run")
-        make_folder(path.parent)
-        self._system.get_file(f"{self._root}/{source}", str(path))
-        fsync(path)
-        if list(astuple(file_info(path))) != expected:
-            raise DataError(f"{self.url}/{source} is damaged: it is not what {MARKER} says")
+    def _copies(self, newest: int | None, may_adopt: bool = False) -> list[int]:
+        """Return the steps of the complete copies, the newest first, after checking whose they are."""
+        copies = sorted((step for step in self._steps() if self._system.exists(self._manifest(step))), reverse=True)
+        metrics = self.run_dir / METRICS
+        with metrics.open("rb") if metrics.exists() else io.BytesIO() as file:
+            record = file.readline()
+        if copies and (record or not may_adopt):
+            start = self._system.cat_file(f"{self._folder(copies[0])}/{METRICS}", start=0, end=max(len(record), 1))
+            if start != record:
+                raise ConfigError(f"{self.url} has another run; expected another place, or a run.dir of another name")
+        if copies and newest is not None and copies[0] > newest:
+            raise ConfigError(
+                f"{self.url} has step {copies[0]}, expected none after {max(newest, 0)}: start with resume: auto, "
+                "remove it or name another place"
+            )
+        return copies
 
+    def _steps(self) -> set[int]:
+        """Return the steps of all copies, complete or not."""
+        root = self._place[1]
+        names = self._system.ls(root, detail=False) if self._system.exists(root) else []
+        return {found[0] for name in names if (found := step_and_revision(name.rstrip("/").rpartition("/")[2]))}
 
-def _blocks(file: IO[bytes]) -> Iterator[bytes]:
-    while block := file.read(_PART_BYTES):
-        yield block
+    def _folder(self, step: int) -> str:
+        return f"{self._place[1]}/{checkpoint_name(step)}"
 
+    def _manifest(self, step: int) -> str:
+        return f"{self._folder(step)}/{CHECKPOINTS}/{checkpoint_name(step)}/{MANIFEST}"
 
-def _md5s(path: Path) -> set[str]:
-    """Return the MD5 of a file, and the ETag that S3 gives it in parts."""
-    whole, parts = hashlib.md5(usedforsecurity=False), []
-    with path.open("rb") as file:
-        for block in _blocks(file):
-            whole.update(block)
-            parts.append(hashlib.md5(block, usedforsecurity=False).digest())
-    return {whole.hexdigest(), f"{hashlib.md5(b''.join(parts), usedforsecurity=False).hexdigest()}-{len(parts)}"}
-
-
-def _end_with(parent: int) -> None:
-    """End this process when its parent is gone, so that a killed run leaves no second writer behind."""
-    while os.getppid() == parent:
-        time.sleep(0.2)
-    os._exit(1)
-
-
-def main(argv: Sequence[str]) -> None:
-    """Call a method of `Mirror`; print what it returns as JSON, or {"error": one line, "code": exit code}.
-
-    `argv` has the parent's process id; the method; the arguments of `Mirror` and of the method, as JSON.
-    """
-    os.umask(0o077)
-    os.nice(10)
-    for number in STOP_SIGNALS:  # which may be for all processes of a job: the run ends this one
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with, args=[int(argv[0])], daemon=True).start()
-    (url, run_dir, files), arguments = json.loads(argv[2])
-    try:
-        mirror = Mirror(url, Path(run_dir), files)
-        if argv[1] == "fetch":
-            answer = mirror.fetch(**{**arguments, "folder": Path(arguments["folder"])})
-        else:
-            answer = mirror.update(Retention(**arguments))
-    except Exception as error:  # those of the libraries are of many kinds
+    def _line(self, error: Exception) -> str:
         text = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, ImportError):
             text += "; expected what pip install mmldlm[mirror] installs"
-        ours = error if isinstance(error, MmldlmError) else StorageError(f"{url}: {text}")
-        answer = {"error": truncate(str(ours), _MAX_ERROR_CHARACTERS), "code": int(ours.exit_code)}
-    print(json.dumps(answer), flush=True)
-    os._exit(0)  # without waiting for threads of the libraries
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+        return truncate(text if self.url in text else f"{self.url}: {text}", _MAX_ERROR_CHARACTERS)

@@ -28,7 +28,9 @@ class Retention:
         """
         older = sorted(others, reverse=True)
         permanent = {step for step in older if self.is_permanent(step)}
-        return {saved, *older[: self.last - 1]} | permanent | self._best(losses)
+        ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None)  # ties: the newer step
+        best = {-negative for _, negative in ranked[: self.best]}
+        return {saved, *older[: self.last - 1]} | permanent | best
 
     def max_checkpoints(self, steps: int) -> int:
         """Return the largest number of checkpoints kept at once in a run of `steps` steps."""
@@ -37,7 +39,3 @@ class Retention:
     def is_permanent(self, step: int) -> bool:
         """Return whether `step` must be saved and its checkpoint kept permanently."""
         return step in self.steps or bool(self.every and step and step % self.every == 0)
-
-    def _best(self, losses: Mapping[int, float | None]) -> set[int]:
-        ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None)  # ties: the newer step
-        return {-negative for _, negative in ranked[: self.best]}

@@ -10,17 +10,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmldlm.errors import DataError
-from mmldlm.utils.short_repr import display_name, short_repr
-
-MAX_DIMS, MAX_GROUPS, MAX_FILES = 16, 16, 2**16
 DTYPES = {  # by their names in safetensors
     "F64": torch.float64,
     "F32": torch.float32,
@@ -45,7 +41,7 @@ def tensor_file_name(group: str, index: int, count: int) -> str:
 class SlicedTensor:
     """Type and shape of a tensor, and its slices.
 
-    A slice ends where the next one starts, so every value with valid types covers each element exactly once.
+    A slice ends where the next one starts, so each element is in exactly one.
 
     Attributes:
         dtype: A key of `DTYPES`.
@@ -67,18 +63,6 @@ class SlicedTensor:
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the elements."""
-        return self.numel * DTYPES[self.dtype].itemsize
-
-    @property
-    def files(self) -> range | list[int]:
-        """Files that have a slice of the tensor."""
-        if isinstance(self.slices, int):
-            return range(-(-self.numel // self.slices))
-        return [file for _, file in self.slices]
 
     def slice_in(self, file: int) -> tuple[int, int]:
         """Return (start, stop) of the slice in a file; (0, 0) if the file has none."""
@@ -120,63 +104,12 @@ class TensorGroup:
         """Return the name of a file of this group."""
         return tensor_file_name(group, index, self.files)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the group as JSON values."""
-        return {"files": self.files, "tensors": {name: asdict(tensor) for name, tensor in self.tensors.items()}}
-
-
-def groups_from_json(value: Any, sizes: Mapping[str, int]) -> dict[str, TensorGroup]:
-    """Parse the groups of a manifest, as `TensorGroup.to_json` returned them; `sizes` are bytes of each file.
-
-    Raises:
-        DataError: A value has a wrong type, slices do not cover a tensor exactly once, or a file is missing or too
-            small; the message names the tensor.
-    """
-    if not isinstance(value, dict) or len(value) > MAX_GROUPS:
-        raise DataError(f"tensors are {short_repr(value)}, expected at most {MAX_GROUPS} groups")
-    return {name: _group_from_json(name, group, sizes) for name, group in value.items()}
-
-
-def _group_from_json(name: str, value: Any, sizes: Mapping[str, int]) -> TensorGroup:
-    if not isinstance(value, dict) or value.keys() != {"files", "tensors"} or not isinstance(value["tensors"], dict):
-        raise DataError(f"{display_name(name)} is {short_repr(value)}, expected its files and tensors")
-    if not (type(value["files"]) is int and 0 < value["files"] <= MAX_FILES):
-        raise DataError(f"{display_name(name)} has {short_repr(value['files'])} files, expected 1 to {MAX_FILES}")
-    group = TensorGroup(value["files"], {key: _tensor_from_json(key, item) for key, item in value["tensors"].items()})
-    # A process that has no part of a group writes no file.
-    present = {index for index in range(group.files) if group.file_name(name, index) in sizes}
-    leading = next(index for index in range(group.files + 1) if index not in present)
-    space = sum(sizes[group.file_name(name, index)] for index in present)
-    for key, tensor in group.tensors.items():
-        files = tensor.files
-        if not (len(files) <= leading if isinstance(files, range) else present.issuperset(files)):
-            raise DataError(f"{display_name(key)} has slices in files of {display_name(name)} that are missing")
-        if tensor.nbytes > space:
-            raise DataError(f"{display_name(key)} has {tensor.nbytes} bytes, more than the {space} of its files")
-    return group
-
-
-def _tensor_from_json(name: str, value: Any) -> SlicedTensor:
-    try:
-        # Not isinstance, for which True is an int.
-        dtype, shape, slices = value["dtype"], tuple(value["shape"]), value["slices"]
-        sizes_valid = len(shape) <= MAX_DIMS and all(type(size) is int and 0 <= size < 2**48 for size in shape)
-        if len(value) != 3 or dtype not in DTYPES or not sizes_valid or math.prod(shape) >= 2**48:
-            raise ValueError
-        if not math.prod(shape):
-            valid = slices == []
-        elif type(slices) is int:
-            valid = 0 < slices < 2**48
-        else:
-            pieces = list(zip(*slices, strict=True))
-            starts, files = pieces
-            ascending = all(a < b for piece in pieces for a, b in pairwise(piece))
-            integers = all(type(number) is int for piece in pieces for number in piece)
-            valid = integers and ascending and starts[0] == 0 and starts[-1] < math.prod(shape) and files[0] >= 0
-        if not valid:
-            raise ValueError
-    except (TypeError, KeyError, ValueError, OverflowError):
-        raise DataError(
-            f"{display_name(name)} is {short_repr(value)}, expected dtype, shape, and slices that cover it exactly once"
-        ) from None
-    return SlicedTensor(dtype, shape, slices if type(slices) is int else tuple((start, file) for start, file in slices))
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> TensorGroup:
+        """Return the group whose `asdict` went through JSON, which has lists for tuples."""
+        tensors = {}
+        for name, tensor in value["tensors"].items():
+            slices = tensor["slices"]
+            slices = slices if isinstance(slices, int) else tuple((start, file) for start, file in slices)
+            tensors[name] = SlicedTensor(tensor["dtype"], tuple(tensor["shape"]), slices)
+        return cls(value["files"], tensors)

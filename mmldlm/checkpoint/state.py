@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +13,14 @@ from torch import Tensor, nn
 
 from mmldlm.checkpoint.tensors import meta_of
 from mmldlm.errors import DataError
-from mmldlm.utils.short_repr import display_name, short_repr, truncate
+from mmldlm.utils.short_repr import display_name, short_repr
 
 # Components that wrappers (activation checkpointing, torch.compile, FSDP) add to parameter names.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 
-# Python numbers in the optimizer's state; the entry's name carries the type: "<parameter>/step:int".
-_NUMBER_TYPES: dict[str, tuple[type, torch.dtype]] = {"int": (int, torch.int64), "float": (float, torch.float64)}
-NO_STATE = ":empty"
-_SCALAR_ENTRIES = frozenset({"step", "eta", "mu"})  # entries of PyTorch's optimizers that are 0-d tensors
+NO_STATE = ":empty"  # the entry of a parameter before its first step
 NORM_WINDOW = 100  # gradient norms whose median defines a spike: of fewer it is noisy, of more it lags behind
 LOSS_WINDOW = 100  # maximum number of training losses averaged for one plateau measurement
-_WINDOWS = {"accepted_norms": NORM_WINDOW, "plateau_losses": LOSS_WINDOW}
 
 
 @dataclass
@@ -56,32 +51,11 @@ class TrainState:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> TrainState:
-        """Parse what `to_json` wrote.
-
-        A key that is missing or unknown, or a value of a wrong type, negative or non-finite, is a `DataError`.
-        """
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"training state is not JSON: {truncate(str(error))}") from error
-        names = {field.name for field in dataclasses.fields(cls)}
-        if not isinstance(values, dict) or values.keys() != names:
-            keys = sorted(values) if isinstance(values, dict) else values
-            raise DataError(f"training state has {short_repr(keys)}, expected the keys {sorted(names)}")
-        # `type(...) is`, since isinstance accepts True as an int. A field is a list if its default is one.
-        for name, value in values.items():
-            if isinstance(getattr(cls(), name), list):
-                valid = isinstance(value, list) and all(type(item) is float and math.isfinite(item) for item in value)
-                if name in _WINDOWS:
-                    valid = valid and len(value) <= _WINDOWS[name] and min(value, default=0.0) >= 0
-            elif name == "plateau_best":
-                valid = value is None or (type(value) is float and 0 <= value < math.inf)
-            elif name == "loss_scale":
-                valid = value is None or (type(value) is float and 0 < value < math.inf)
-            else:
-                valid = type(value) is int and 0 <= value < 2**63
-            if not valid:
-                raise DataError(f"training state: {name} is {short_repr(value)}")
+        """Return the state that `to_json` wrote; DataError if another version did."""
+        values, names = json.loads(text), {field.name for field in dataclasses.fields(cls)}
+        if values.keys() != names:
+            differing = ", ".join(sorted(values.keys() ^ names))
+            raise DataError(f"training state: {differing} in one of checkpoint and this version; train the run again")
         return cls(**values)
 
 
@@ -134,13 +108,7 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
         state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
         if not state:  # before the first step; stored explicitly, so that a missing entry is always an error
             entries[f"{name}/{NO_STATE}"] = torch.empty(0)
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                entries[f"{name}/{key}"] = value.detach()
-            else:
-                kind = type(value).__name__
-                assert kind in _NUMBER_TYPES, f"optimizer state {key} of {name} is a {kind}"
-                entries[f"{name}/{key}:{kind}"] = torch.tensor(value, dtype=_NUMBER_TYPES[kind][1])
+        entries |= {f"{name}/{key}": value.detach() for key, value in state.items()}
     return entries
 
 
@@ -154,18 +122,12 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, ten
     states: dict[str, dict[str, Any]] = {name: {} for name in parameters}
     for entry, tensor in tensors.items():
         name, _, key = entry.rpartition("/")
-        key, _, kind = key.partition(":")
-        if kind in _NUMBER_TYPES:
-            states[name][key] = _NUMBER_TYPES[kind][0](tensor.item())
-        elif not kind:
+        if key != NO_STATE:
             states[name][key] = tensor.clone()  # the optimizer may keep this tensor and update it in place
-    # `load_state_dict` moves each tensor to the device and dtype that the optimizer's implementation expects.
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    # `state_dict` numbers parameters by their place in the groups, which may differ from that in the saved run.
-    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state = {index: states[names[id(parameter)]] for index, parameter in enumerate(ordered)}
-    groups = optimizer.state_dict()["param_groups"]
-    optimizer.load_state_dict({"state": {i: s for i, s in state.items() if s}, "param_groups": groups})
+    # By number, which is a parameter's place in the groups. `load_state_dict` moves each tensor to the device and dtype
+    # that the optimizer's implementation expects.
+    state = {number: entries for number, entries in enumerate(states.values()) if entries}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def check_optimizer_entries(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
@@ -174,16 +136,10 @@ def check_optimizer_entries(shapes: Mapping[str, torch.Size], tensors: Mapping[s
     It is a `DataError` if they are of other parameters, or a dtype or shape does not match.
     """
     _check_names("the optimizer", shapes.keys(), {entry.rpartition("/")[0] for entry in tensors})
-    # An entry is "name/key" or "name/key:type"; `NO_STATE` has an empty key, and any tensor.
     for entry, tensor in meta_of(tensors).items():
         name, _, key = entry.rpartition("/")
-        key, _, kind = key.partition(":")
-        if kind in _NUMBER_TYPES:
-            shape, valid_dtype = torch.Size(), tensor.dtype == _NUMBER_TYPES[kind][1]
-        else:
-            shape = torch.Size() if key in _SCALAR_ENTRIES else shapes[name]
-            valid_dtype = tensor.is_floating_point() and not kind
-        if f"{key}:{kind}" != NO_STATE and not (valid_dtype and tensor.shape == shape):
+        shape = torch.Size() if key == "step" else shapes[name]
+        if key != NO_STATE and not (tensor.is_floating_point() and tensor.shape == shape):
             raise DataError(
                 f"{display_name(entry)} is {_describe(tensor)} in the checkpoint, {list(shape)} in the optimizer"
             )
@@ -196,7 +152,7 @@ def _model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _optimized_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters by clean name."""
+    """Return the optimizer's parameters by clean name, in the order of its groups."""
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert all(id(parameter) in names for parameter in parameters), "the optimizer holds parameters of another model"

@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -53,10 +54,11 @@ class CheckpointStore:
 
         A disk with less than `needed_bytes` free, or that cannot be written, is a `StorageError`.
         """
-        try:
+        with self._saving(step):
             make_folder(self.folder)
-            # First, since leftovers take space on the disk.
-            self._remove_leftovers()
+            for path in self._entries():  # leftovers, which take space on the disk
+                if path.name.startswith((".old-", ".tmp-")):
+                    shutil.rmtree(path, ignore_errors=True)
             free = shutil.disk_usage(self.folder).free
             if needed_bytes > free:
                 raise StorageError(
@@ -64,8 +66,6 @@ class CheckpointStore:
                     f"{free / 2**20:.1f} MiB free; nothing was written or removed"
                 )
             return Path(tempfile.mkdtemp(prefix=f".tmp-{checkpoint_name(step)}-", dir=self.folder))
-        except OSError as error:
-            raise self._save_error(step, error) from error
 
     def commit(
         self,
@@ -77,18 +77,11 @@ class CheckpointStore:
     ) -> Path:
         """Publish the checkpoint in `temporary` and return its folder; remove those that the policy does not keep.
 
-        If the step exists already, the new folder is `step-00000100.1`, and the old one is removed afterwards.
-
-        Args:
-            temporary: The folder that `begin` returned.
-            files: What `write_files` returned, of all processes.
-            info: JSON values for the manifest.
-            tensors: Tensors of each group, and the slices of them that the files hold.
-
-        Raises:
-            StorageError: A file is missing or has another size, or writing failed. Existing checkpoints are unchanged.
+        If the step exists already, the new folder is `step-00000100.1`, and the old one is removed afterwards. `files`
+        are what `write_files` returned, of all processes. If one is missing or has another size, or writing fails, it
+        is a `StorageError`, and existing checkpoints are unchanged.
         """
-        try:
+        with self._saving(step):
             for name, file in files.items():
                 path = temporary / name
                 if not wait_until_visible(path, _VISIBLE_TIMEOUT_S) or path.stat().st_size != file.bytes:
@@ -97,40 +90,31 @@ class CheckpointStore:
                     )
             fsync(write_checkpoint_manifest(temporary, step, files, info, tensors))
             fsync(temporary)
-        except OSError as error:
-            raise self._save_error(step, error) from error
         return self.publish(temporary, step)
 
     def publish(self, temporary: Path, step: int) -> Path:
         """Publish a complete checkpoint in `temporary`, with its manifest; otherwise as `commit`."""
-        try:
+        with self._saving(step):
             make_folder(self.folder)
-            final = self._unused_path(step)
+            revisions = [revision for number, revision in self._numbered() if number == step]
+            final = self.folder / checkpoint_name(step, max(revisions, default=-1) + 1)
             temporary.rename(final)
             fsync(self.folder)
-            self._prune(final)
-        except OSError as error:
-            raise self._save_error(step, error) from error
+            self._prune(step)
         return final
 
-    def _save_error(self, step: int, error: OSError) -> StorageError:
-        return StorageError(f"cannot save step {step} in {self.folder}: {error.strerror or error}")
+    @contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(f"cannot save step {step} in {self.folder}: {error.strerror or error}") from error
 
-    def _unused_path(self, step: int) -> Path:
-        revisions = [_step_and_revision(path)[1] for path in self.paths() if _step_and_revision(path)[0] == step]
-        return self.folder / checkpoint_name(step, max(revisions) + 1 if revisions else 0)
-
-    def _prune(self, saved: Path) -> None:
-        """Remove all checkpoints except `saved` and the newest revision of each other step that is kept."""
-        saved_step = _step_and_revision(saved)[0]
-        # The newest revision of each step, since `paths` lists it first.
-        newest = {saved_step: saved}
-        for path in self.paths():
-            newest.setdefault(_step_and_revision(path)[0], path)
-        losses = {step: self._validation_loss(path) for step, path in newest.items()} if self.retention.best else {}
-        steps = self.retention.steps_to_keep(saved_step, newest.keys() - {saved_step}, losses)
-        kept = {newest[step] for step in steps}
-        removed = []
+    def _prune(self, saved: int) -> None:
+        """Remove all checkpoints except the newest revisions of step `saved` and of each other step that is kept."""
+        newest, removed = self.by_step(), []
+        losses = {step: self.validation_loss(path) for step, path in newest.items()} if self.retention.best else {}
+        kept = {newest[step] for step in self.retention.steps_to_keep(saved, newest.keys() - {saved}, losses)}
         for path in self.paths():
             if path not in kept:
                 # Renaming hides the folder atomically: a reader never finds a checkpoint that is half removed.
@@ -142,15 +126,6 @@ class CheckpointStore:
             fsync(self.folder)  # else a power failure could bring a half-removed checkpoint back
         for path in removed:
             shutil.rmtree(path)
-
-    def _validation_loss(self, path: Path) -> float | None:
-        loss = read_manifest(path).get("info", {}).get("validation_loss")
-        return loss if isinstance(loss, float) else None
-
-    def _remove_leftovers(self) -> None:
-        for path in self._entries():
-            if path.name.startswith((".old-", ".tmp-")):
-                shutil.rmtree(path, ignore_errors=True)
 
     # --- reading ------------------------------------------------------------------------------------------
 
@@ -189,12 +164,27 @@ class CheckpointStore:
 
         A resume from an older checkpoint needs this: otherwise `newest` would return one of the abandoned branch.
         """
-        return [self._set_aside(path, "superseded") for path in self.paths() if _step_and_revision(path)[0] > step]
+        later = [path for (saved, _), path in self._numbered().items() if saved > step]
+        return [self._set_aside(path, "superseded") for path in reversed(later)]
 
     def paths(self) -> list[Path]:
         """Return all checkpoint folders, unverified, newest first."""
-        paths = [path for path in self._entries() if step_and_revision(path.name) and path.is_dir()]
-        return sorted(paths, key=_step_and_revision, reverse=True)
+        return [*reversed(self._numbered().values())]
+
+    def by_step(self) -> dict[int, Path]:
+        """Return the newest revision of each step's checkpoint, unverified."""
+        return {step: path for (step, _), path in self._numbered().items()}
+
+    def _numbered(self) -> dict[tuple[int, int], Path]:
+        """Return all checkpoint folders by (step, revision), in ascending order."""
+        paths = {number: path for path in self._entries() if (number := step_and_revision(path.name)) and path.is_dir()}
+        return dict(sorted(paths.items()))
+
+    @staticmethod
+    def validation_loss(path: Path) -> float | None:
+        """Return the validation loss that a checkpoint has in its manifest."""
+        loss: float | None = read_manifest(path).get("info", {}).get("validation_loss")
+        return loss
 
     def _entries(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []
@@ -210,11 +200,8 @@ class CheckpointStore:
 def write_files(folder: Path, files: Mapping[str, FileContent]) -> dict[str, FileInfo]:
     """Write and fsync files in the folder that `CheckpointStore.begin` returned, readable by the owner only.
 
-    Args:
-        files: Content by relative file name; a name that is not a plain relative path is a `DataError`.
-
-    Returns:
-        Size and hash of each file, for `CheckpointStore.commit`.
+    Return size and hash of each, for `CheckpointStore.commit`. A name that is not a plain relative path is a
+    `DataError`.
     """
     for name in files:
         check_name(name)
@@ -238,10 +225,3 @@ def write_files(folder: Path, files: Mapping[str, FileContent]) -> dict[str, Fil
     except OSError as error:
         raise StorageError(f"cannot write {folder}: {error.strerror or error}") from error
     return written
-
-
-def _step_and_revision(path: Path) -> tuple[int, int]:
-    """Return (step, revision) of a checkpoint folder's name."""
-    found = step_and_revision(path.name)
-    assert found, f"not a checkpoint folder: {path}"
-    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -73,36 +73,21 @@ class TensorFiles(TensorSource):
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, group: str) -> TensorFiles:
-        """Return the tensors of `group`.
-
-        It is a `DataError` if there is no such group, or in format 1 if a file is not safetensors or a name occurs
-        twice.
-        """
+        """Return the tensors of `group`; DataError if there is no such group."""
         tensors = cls.find(checkpoint, group)
         if tensors is None:
-            files = truncate(", ".join(checkpoint.files), 400)
-            raise DataError(f"{checkpoint.path} has no {group}.safetensors; it has {files}")
+            groups = truncate(", ".join(checkpoint.tensors), 400)
+            raise DataError(f"{checkpoint.path} has no tensors of {group}; it has {groups or 'none'}")
         return tensors
 
     @classmethod
     def find(cls, checkpoint: Checkpoint, group: str) -> TensorFiles | None:
         """Return the tensors of `group` as `open` does, but None if the checkpoint has none."""
-        if checkpoint.tensors is None:
-            return cls._find_whole(checkpoint, group)
         sliced = checkpoint.tensors.get(group)
         if sliced is None:
             return None
         files = _Files([checkpoint.path / sliced.file_name(group, index) for index in range(sliced.files)])
         return cls({name: (tensor, files) for name, tensor in sliced.tensors.items()})
-
-    @classmethod
-    def _find_whole(cls, checkpoint: Checkpoint, group: str) -> TensorFiles | None:
-        """Return the tensors of a group in format 1, where each is whole in one file."""
-        pattern = re.compile(rf"{re.escape(group)}(-\d{{5,}}-of-\d{{5,}})?\.safetensors")
-        names = sorted(name for name in checkpoint.files if pattern.fullmatch(name))
-        if not names:
-            return None
-        return cls.of_files([checkpoint.file(name) for name in names])
 
     @classmethod
     def of_files(cls, paths: Sequence[Path]) -> TensorFiles:
@@ -146,15 +131,13 @@ class TensorFiles(TensorSource):
         A file that is not safetensors, or does not have the slice that the manifest says, is a `DataError`.
         """
         tensor, files = self._tensors[name]
-        parts = [files.read(name, tensor, *piece, start, stop) for piece in tensor.overlapping(start, stop)]
+        parts = []
+        for index, first, last in tensor.overlapping(start, stop):
+            within = slice(max(start, first) - first, min(stop, last) - first)
+            parts.append(files.read(index, name, tensor.dtype, tensor.slice_shape(first, last), within))
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[tensor.dtype])
-
-    def check(self) -> None:
-        """Check that every file has exactly the slices of the manifest; a `DataError` names the first other tensor."""
-        for files in {id(files): files for _, files in self._tensors.values()}.values():
-            files.check({name: tensor for name, (tensor, holder) in self._tensors.items() if holder is files})
 
     def __getitem__(self, name: str) -> Tensor:
         tensor, _ = self._tensors[name]
@@ -195,44 +178,26 @@ class _Files:
                 raise DataError(f"{self._paths[index]}: {display_name(name)} has type {short_repr(dtype)}")
             yield name, dtype, tuple(part.get_shape())
 
-    def read(
-        self, name: str, tensor: SlicedTensor, index: int, slice_start: int, slice_stop: int, start: int, stop: int
-    ) -> Tensor:
-        """Return the elements of [start, stop) that are in the slice of `tensor` in a file, 1-D."""
-        start, stop = max(start, slice_start) - slice_start, min(stop, slice_stop) - slice_start
-        file, shape = self._get(index), tensor.slice_shape(slice_start, slice_stop)
+    def read(self, index: int, name: str, dtype: str, shape: tuple[int, ...], within: slice) -> Tensor:
+        """Return elements of the slice of a tensor in a file, 1-D; DataError unless it has this dtype and shape."""
+        file = self._get(index)
         try:
             part = file.get_slice(name)
-            if (part.get_dtype(), tuple(part.get_shape())) != (tensor.dtype, shape):
+            if (part.get_dtype(), tuple(part.get_shape())) != (dtype, shape):
                 found = f"{part.get_dtype()} {short_repr(part.get_shape())}"
                 raise DataError(
-                    f"{self._paths[index]}: {display_name(name)} is {found}, expected {tensor.dtype} {list(shape)}"
+                    f"{self._paths[index]}: {display_name(name)} is {found}, expected {dtype} {list(shape)}"
                 )
             if not shape:
                 return file.get_tensor(name).view(1)
-            row = (slice_stop - slice_start) // shape[0]
-            first = start // row
-            return part[first : -(-stop // row)].reshape(-1)[start - first * row : stop - first * row]
+            row = math.prod(shape[1:])
+            first = within.start // row
+            rows = part[first : -(-within.stop // row)].reshape(-1)
+            return rows[within.start - first * row : within.stop - first * row]
         except (SafetensorError, OSError, RuntimeError) as error:
             raise DataError(
                 f"cannot read {display_name(name)} of {self._paths[index]}: {display_name(str(error))}"
             ) from error
-
-    def check(self, tensors: Mapping[str, SlicedTensor]) -> None:
-        """Raise `DataError` unless the files have the slices of `tensors`, and nothing else."""
-        expected: dict[int, dict[str, tuple[str, tuple[int, ...]]]] = {}
-        for name, tensor in tensors.items():
-            for index in tensor.files:
-                shape = tensor.slice_shape(*tensor.slice_in(index))
-                expected.setdefault(index, {})[name] = tensor.dtype, shape
-        for index, slices in sorted(expected.items()):
-            found = {name: (dtype, shape) for name, dtype, shape in self.entries(index)}
-            for name in sorted(found.keys() | slices.keys()):
-                if found.get(name) != slices.get(name):
-                    raise DataError(
-                        f"{self._paths[index]}: {display_name(name)} is {short_repr(found.get(name, 'missing'))}, "
-                        f"expected {short_repr(slices.get(name, 'no such tensor'))}"
-                    )
 
     def _get(self, index: int) -> Any:
         if index not in self._open:

@@ -24,7 +24,7 @@ from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.statistics import retrieval_ranks
 from mmldlm.evaluation.validate import SEED, validation_ids
 from mmldlm.run.load import LoadedRun
-from mmldlm.telemetry.figure_data import FigureData
+from mmldlm.telemetry.figures import FigureData
 
 SPLIT = "validation"
 # Samples and tokens of a forward pass, whose logits are all in memory at once.

@@ -30,13 +30,6 @@ def set_matmul_precision(config: RunConfig) -> None:
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
 
-def build_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
-    """Return the network on the host with its initial weights, which depend on their seed and names alone."""
-    model = build_meta_model(config, manifest, device_type)
-    materialize(model, "cpu")
-    return model.init_weights(config.run.weights_seed)
-
-
 def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
     """Return the network for `device_type`, its parameters on the meta device; parts in `freeze` are frozen."""
     precision, backend = _precision(config), attention_backend(config, device_type)

@@ -19,6 +19,7 @@ import torch
 from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
 from mmldlm.checkpoint.state import load_model_state
 from mmldlm.checkpoint.store import CheckpointStore
+from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import CONFIG_NAME, RunConfig, load_config
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
@@ -26,7 +27,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.errors import ConfigError, DataError, UsageError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
-from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema, saved_tensors
+from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
 from mmldlm.settings.declaration import restore
 from mmldlm.utils.meta_device import materialize
@@ -95,21 +96,21 @@ def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         config = restore(RunConfig, tree)
-    except (ConfigError, ValueError, RecursionError) as error:
+    except (ConfigError, ValueError) as error:  # of another version
         raise DataError(f"{path}: {truncate(str(error), 400)}; expected the config of `mmldlm export`") from None
     if not overrides:
         return config
-    from mmldlm.settings.fields import set_dotted  # needs YAML, without which a bundle can be loaded
+    from mmldlm.settings.fields import build, set_dotted  # needs YAML, without which a bundle can be loaded
 
     for assignment in overrides:
         set_dotted(tree, assignment)
-    return restore(RunConfig, tree)
+    return build(RunConfig, tree)
 
 
 def newest_checkpoint(run_dir: Path | str, config: RunConfig) -> Checkpoint:
     """Return the newest intact checkpoint of a run, or the bundle; raise `DataError` if there is none."""
     if (Path(run_dir) / BUNDLE_CONFIG).is_file():
-        return verify_checkpoint(Path(run_dir), links=True)
+        return verify_checkpoint(Path(run_dir))
     checkpoint = CheckpointStore(Path(run_dir) / "checkpoints", config.checkpoint.retention).newest(repair=False)
     if checkpoint is None:
         raise DataError(f"{run_dir}: no checkpoint in checkpoints/ yet; train first")
@@ -134,8 +135,6 @@ def _open_data(folder: Path, config: RunConfig) -> Store:
 def choose_weights(saved: Checkpoint, requested: Weights | None, has_ema: bool, evaluate_ema: bool) -> Weights:
     """Return the weights to use: of a bundle its only ones, otherwise as in `load_run`."""
     available: Sequence[Any] = [saved.info["weights"]] if "weights" in saved.info else ["trained", "ema"][: 1 + has_ema]
-    if not {*available} <= {*WEIGHTS_LABELS}:
-        raise DataError(f"{saved.path}: weights are {short_repr(available)}, expected {' or '.join(WEIGHTS_LABELS)}")
     if requested is not None and requested not in available:
         missing = "no EMA of the weights (ema.decay)" if requested == "ema" else "no trained weights besides the EMA"
         raise DataError(f"{saved.path}: has {missing}; expected --weights {available[0]}")
@@ -179,9 +178,9 @@ def load_run(
     set_matmul_precision(config)
     model = build_meta_model(config, store.manifest, device.type)
     materialize(model, device)
-    ema = saved_ema(saved, model, config)
+    ema = saved_ema(saved, model)
     weights = choose_weights(saved, weights, ema is not None, config.ema.evaluate)
-    tensors = saved_tensors(saved, "model", config)
+    tensors = TensorFiles.open(saved, "model")
     # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
     load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
     return LoadedRun(

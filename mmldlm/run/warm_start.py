@@ -21,8 +21,8 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.model.initial_weights import InitConfig, InitialWeights, Taken
 from mmldlm.model.parts import frozen_parts, part_of
-from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
-from mmldlm.run.compatibility import identity, saved_identity, saved_latent_stats
+from mmldlm.optim.ema import WEIGHTS_LABELS
+from mmldlm.run.compatibility import identity, saved_latent_stats
 from mmldlm.run.load import BUNDLE_CONFIG, choose_weights, newest_checkpoint, run_config
 from mmldlm.utils.files import sha256
 from mmldlm.utils.short_repr import display_name, truncate
@@ -75,15 +75,22 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
     latents, notes, origin = store.manifest.latent, [], dict[str, Any]()
     if "checkpoint" in source:
         path = Path(source["checkpoint"])
-        checkpoint = verify_checkpoint(path, hashes=False, links=(path / BUNDLE_CONFIG).is_file())
-        files, weights = _saved_weights(checkpoint)
+        checkpoint = verify_checkpoint(path, hashes=False)
+        files, ema = TensorFiles.open(checkpoint, "model"), TensorFiles.find(checkpoint, "ema")
+        weights = choose_weights(checkpoint, None, ema is not None, run_config(path).ema.evaluate)
+        if ema is not None and weights == "ema":
+            files = files.overlay(ema)
         taken, new = _match(checkpoint, files, config, store, shapes)
         notes.append(f"weights from {path}: {WEIGHTS_LABELS[weights]} of step {checkpoint.step}")
         for group in ("model", "latent"):
-            differing = diff_configs(_saved(checkpoint, group), identity(config, store)[group], f"{group}.")
+            differing = diff_configs(checkpoint.info["identity"][group], identity(config, store)[group], f"{group}.")
             notes += [f"  other settings there: {display_name(line)}" for line in differing]
         if "latent_in.weight" in taken:
-            latents = _on_scale(saved_latent_stats(checkpoint, store), latents)
+            # The bound on norms holds for both, on the scale of these weights.
+            saved = saved_latent_stats(checkpoint, store)
+            shift = float(np.linalg.norm(np.subtract(saved.mean, latents.mean)))
+            max_norm = max(saved.max_norm, (latents.max_norm * latents.rms + shift) / saved.rms)
+            latents = replace(saved, max_norm=max_norm)
             notes += ["  latents are standardized as there"] * (latents != store.manifest.latent)
         name, git = Path(config.init.from_ or path).resolve().name, checkpoint.info.get("git")
         origin |= {"from": name, "step": checkpoint.step, "weights": weights, "git": git}
@@ -103,13 +110,6 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
         names = [f"{name} {list(shapes[name])}" for name in shapes if new.get(name) == reason and rest[name]]
         notes += [f"  new because of {reason}: {truncate(', '.join(names), 300)}"] * bool(names)
     return WarmStart(initial.replaced(taken), latents, notes, origin)
-
-
-def _saved_weights(checkpoint: Checkpoint) -> tuple[TensorFiles, Weights]:
-    """Return the weights by which the run of a checkpoint evaluates, and which these are."""
-    files, ema = TensorFiles.open(checkpoint, "model"), TensorFiles.find(checkpoint, "ema")
-    weights = choose_weights(checkpoint, None, ema is not None, run_config(checkpoint.path).ema.evaluate)
-    return files if ema is None or weights == "trained" else files.overlay(ema), weights
 
 
 def _match(
@@ -145,29 +145,16 @@ def _match(
 
 def _changed_modules(checkpoint: Checkpoint, config: RunConfig, store: Store) -> dict[str, str]:
     """Return the modules whose weights mean nothing here, as the data or the objective are others, and why."""
-    saved, current = saved_identity(checkpoint), identity(config, store)
+    saved, current = checkpoint.info["identity"], identity(config, store)
     changed = {"loss_weights": "the objective"}
-    if saved.get("tokenizer") != current["tokenizer"]:
+    if saved["tokenizer"] != current["tokenizer"]:
         changed |= dict.fromkeys(("token_embedding", "text_head"), "another tokenizer")
-    before, now = _saved(checkpoint, "data"), current["data"]
-    shape = "latent_tokens", "latent_channels"
-    if saved.get("encoder") != current["encoder"] or any(before.get(key) != now[key] for key in shape):
+    same_shape = all(saved["data"][key] == current["data"][key] for key in ("latent_tokens", "latent_channels"))
+    if saved["encoder"] != current["encoder"] or not same_shape:
         changed |= dict.fromkeys(("latent_in", "latent_position", "latent_head", "latent_skip"), "other latents")
-    if _saved(checkpoint, "latent").get("prediction") != config.latent.prediction:
+    if saved["latent"]["prediction"] != config.latent.prediction:
         changed |= dict.fromkeys(("latent_head", "latent_skip", "latent_final"), "another latent.prediction")
     return changed
-
-
-def _saved(checkpoint: Checkpoint, group: str) -> dict[str, Any]:
-    """Return a group of the identity of a checkpoint's run; empty if it is none."""
-    values = saved_identity(checkpoint).get(group)
-    return values if isinstance(values, dict) else {}
-
-
-def _on_scale(saved: LatentInfo, current: LatentInfo) -> LatentInfo:
-    """Return the statistics of `current` on the scale of `saved`; `max_norm` is a bound for both."""
-    shift = float(np.linalg.norm(np.subtract(saved.mean, current.mean)))
-    return replace(saved, max_norm=max(saved.max_norm, (current.max_norm * current.rms + shift) / saved.rms))
 
 
 def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> Taken:

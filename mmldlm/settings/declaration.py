@@ -10,12 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import operator
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from mmldlm.errors import ConfigError
 from mmldlm.utils.short_repr import short_repr
@@ -101,30 +98,21 @@ def dump(value: Any) -> Any:
     return value
 
 
-def flat_settings(settings: Any, prefix: str = "") -> dict[str, Any]:
+def flat_settings(settings: Any) -> dict[str, Any]:
     """Return the values of a settings dataclass as `dump` has them, by dotted key in order of declaration."""
-    flat: dict[str, Any] = {}
-    for field in dataclasses.fields(settings):
-        key, value = f"{prefix}{key_of(field)}", getattr(settings, field.name)
-        flat |= flat_settings(value, f"{key}.") if dataclasses.is_dataclass(value) else {key: dump(value)}
-    return flat
+    tree = dump(settings)
+    return {key: functools.reduce(operator.getitem, key.split("."), tree) for key, _ in leaves(type(settings))}
 
 
 # --- reading back without pydantic ------------------------------------------------------------------------------
 
 
-def restore(cls: type[T], tree: Any, prefix: str = "") -> T:
+def restore(cls: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
     """Build the dataclass `cls` from the JSON values of its `dump`; missing keys take their defaults.
 
-    Args:
-        tree: What `dump` returned, before or after a way through JSON, which turns integer keys into text.
-        prefix: Dotted key of `tree` with a trailing dot, for messages.
-
-    Raises:
-        ConfigError: One line about the first value of another type or out of bounds, or an unknown key.
+    Types are trusted; it is a `ConfigError` if a key is unknown or a value out of bounds. `prefix` is the dotted key of
+    `tree` with a trailing dot, for messages.
     """
-    if not isinstance(tree, Mapping):
-        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: expected keys below it, found {short_repr(tree)}")
     fields = {key_of(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     settings: dict[str, Any] = {}
     for key, value in tree.items():
@@ -132,48 +120,19 @@ def restore(cls: type[T], tree: Any, prefix: str = "") -> T:
         if key not in fields:
             raise ConfigError(f"unknown key {short_repr(name)}, expected one of {', '.join(fields)}")
         field, hint = fields[key], _type_hints(cls)[fields[key].name]  # type: ignore[arg-type]
-        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
-            settings[field.name] = restore(hint, value, f"{name}.")
-            continue
-        try:
-            settings[field.name] = value = _read(hint, value)
-        except TypeError:
-            raise ConfigError(f"{name}: expected {_describe(hint)}, found {short_repr(value)}") from None
+        if dataclasses.is_dataclass(hint):
+            value = restore(hint, value, f"{name}.")  # type: ignore[arg-type]
+        elif isinstance(value, list) and tuple in {get_origin(member) for member in (hint, *get_args(hint))}:
+            value = tuple(value)
+        elif get_origin(hint) is dict and get_args(hint)[0] is int:
+            value = {int(number): item for number, item in value.items()}
+        if get_origin(hint) is Literal and value not in (values := get_args(hint)):
+            raise ConfigError(f"{name}: expected one of {', '.join(map(str, values))}, found {short_repr(value)}")
         for bound, (words, holds) in _BOUNDS.items():
             if bound in field.metadata and type(value) in (int, float) and not holds(value, field.metadata[bound]):
                 raise ConfigError(f"{name}: must be {words} {field.metadata[bound]:g}, found {short_repr(value)}")
+        settings[field.name] = value
     try:
         return cls(**settings)
     except ValueError as error:  # of __post_init__, whose message begins with the name of the setting
         raise ConfigError(f"{prefix}{error}") from None
-
-
-def _read(hint: Any, value: Any) -> Any:
-    """Return a JSON value as the type `hint`; TypeError if it is of another type, or no finite number."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin in (Union, UnionType):
-        for arg in args:
-            with suppress(TypeError):
-                return _read(arg, value)
-    elif origin is Literal:
-        if any(type(value) is type(arg) and value == arg for arg in args):
-            return value
-    elif origin in (list, tuple):
-        if isinstance(value, (list, tuple)) and (origin is list or len(value) == len(args)):
-            return origin(_read(args[0], item) for item in value)
-    elif origin is dict:
-        if isinstance(value, Mapping):
-            # JSON has no integers as keys.
-            keys = [int(key) if args[0] is int and str(key).isdecimal() else key for key in value]
-            return {_read(args[0], key): _read(args[1], item) for key, item in zip(keys, value.values(), strict=True)}
-    elif hint is float:
-        if type(value) in (int, float) and abs(value) < math.inf:
-            return float(value)
-    elif type(value) is hint:
-        return value
-    raise TypeError
-
-
-def _describe(hint: Any) -> str:
-    """Return a type for a message, such as `int | None`."""
-    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")

@@ -11,6 +11,7 @@ from mmldlm.errors import ConfigError
 from mmldlm.settings.declaration import leaves, setting
 from mmldlm.settings.fields import build, check_partial
 from mmldlm.settings.yaml import find_key_lines, parse_mapping, read_yaml_text
+from mmldlm.utils.nested import flatten
 from mmldlm.utils.short_repr import display_name, truncate
 
 EXTENDS = "extends"
@@ -63,31 +64,22 @@ def _read(chain: Sequence[Path], layers: dict[Path, ConfigLayer]) -> None:
     where = f"{display_name(str(parents[-1]))}: {EXTENDS}: " if parents else ""
     if parents and not path.is_file():  # reading a pipe would block
         raise ConfigError(f"{where}expected a file, found none at {display_name(str(path))}")
+    if path.resolve() in layers:  # complete ones only, so a file that extends itself gets to the next check
+        return
+    if any(parent.resolve() == path.resolve() for parent in parents):
+        names = truncate(" -> ".join(display_name(str(file)) for file in chain), _MAX_CHAIN_CHARS)
+        raise ConfigError(f"{where}expected no file that extends itself, found {names}")
     try:
         layer = ConfigLayer.read(path)
     except ConfigError as error:
         raise ConfigError(f"{where}{error}") from None
-    real_path = path.resolve()
-    # Only complete layers are in there, so a file that extends itself gets to the next check.
-    if real_path in layers:
-        return
-    if any(parent.resolve() == real_path for parent in parents):
-        names = truncate(" -> ".join(display_name(str(file)) for file in chain), _MAX_CHAIN_CHARS)
-        raise ConfigError(f"{where}expected no file that extends itself, found {names}")
-    for name in _extended_files(layer):
-        _read([*chain, path.parent / name], layers)
-    settings = {key: value for key, value in layer.tree.items() if key != EXTENDS}
-    layers[real_path] = ConfigLayer(path, layer.text, settings)
-
-
-def _extended_files(layer: ConfigLayer) -> list[str]:
-    if EXTENDS not in layer.tree:
-        return []
     try:
-        names = build(ExtendsConfig, {EXTENDS: layer.tree[EXTENDS]}).extends
+        extended = build(ExtendsConfig, {EXTENDS: layer.tree.pop(EXTENDS, [])}).extends
     except ConfigError as error:
-        raise ConfigError(f"{display_name(str(layer.path))}: {error}") from None
-    return [names] if isinstance(names, str) else names
+        raise ConfigError(f"{display_name(str(path))}: {error}") from None
+    for name in [extended] if isinstance(extended, str) else extended:
+        _read([*chain, path.parent / name], layers)
+    layers[path.resolve()] = layer
 
 
 # --- merging ------------------------------------------------------------------------------------------------
@@ -113,7 +105,7 @@ def merge_layers(cls: type, layers: Sequence[ConfigLayer], alternatives: Sequenc
                 check_partial(cls, layer.tree)
             except ConfigError as error:
                 raise ConfigError(f"{display_name(str(layer.path))}: {error}") from None
-    groups = _groups(cls)
+    groups = {key[:index] for key, _ in leaves(cls) for index, char in enumerate(key) if char == "."}
     tree: dict[str, Any] = {}
     for layer in layers:
         tree = _merge(drop_alternatives(tree, layer.tree, alternatives), layer.tree, groups, "")
@@ -141,11 +133,6 @@ def _merge(base: Mapping[str, Any], override: Mapping[str, Any], groups: set[str
     return tree
 
 
-def _groups(cls: type) -> set[str]:
-    """Return the dotted names of all groups of settings, which are the prefixes of the keys."""
-    return {key[:index] for key, _ in leaves(cls) for index, char in enumerate(key) if char == "."}
-
-
 def origins(
     cls: type, layers: Sequence[ConfigLayer], overrides: Sequence[str], tree: Mapping[str, Any]
 ) -> dict[str, str]:
@@ -160,12 +147,6 @@ def origins(
         affected = [key for key in keys if f"{key}.".startswith(f"{assigned}.") or assigned.startswith(f"{key}.")]
         by_key |= dict.fromkeys(affected, "command line")
     # An override of a whole group removes the keys that it does not contain.
-    return {key: by_key[key] if key in by_key and _contains(tree, key) else "default" for key in keys}
-
-
-def _contains(tree: Any, key: str) -> bool:
-    for part in key.split("."):
-        if not isinstance(tree, Mapping) or part not in tree:
-            return False
-        tree = tree[part]
-    return True
+    given = [f"{key}." for key in flatten(tree)]
+    is_given = {key: any(longer.startswith(f"{key}.") for longer in given) for key in keys}
+    return {key: by_key[key] if key in by_key and is_given[key] else "default" for key in keys}

@@ -6,6 +6,7 @@ Shape letters: n samples, D numbers of a flat latent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,6 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-    from mmldlm.telemetry.figure_data import FigureData
 
 # The message if figures cannot be drawn.
 MISSING = (
@@ -29,7 +28,29 @@ MAX_BARS = 64  # of the accuracy by position
 MIN_TOKENS = 0.05  # fraction of the tokens at the first position; positions with fewer have no bar
 
 
-def latents_by_kind(data: FigureData) -> dict[str, np.ndarray]:
+@dataclass(frozen=True)
+class FigureData:
+    """n held-out samples, and generations for them in the modes that the run trains; None for other modes.
+
+    Latents are standardized and flat, D = M x C numbers each.
+    """
+
+    tokens: list[np.ndarray]  # n arrays int64 [length]
+    true_latents: np.ndarray  # float32 [n, D]
+    t2l_latents: np.ndarray | None  # float32 [n, D]: generated for the texts
+    joint_latents: np.ndarray | None  # float32 [m, D]: generated from noise
+    joint_tokens: list[list[int]]  # m texts: generated together with `joint_latents`
+    similarity: np.ndarray | None  # [n, n]: cosine of each t2l latent (row) to each true one, on the encoder's scale
+    likeliest_lengths: np.ndarray | None  # int64 [n]: l2t, argmax of the length head given the latent
+    token_hits: np.ndarray | None  # [2, longest]: l2t from the latent alone, correct tokens by position, and all tokens
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Number of tokens of each sample, int64 [n]."""
+        return np.array([len(tokens) for tokens in self.tokens])
+
+
+def _latents_by_kind(data: FigureData) -> dict[str, np.ndarray]:
     """Return the true and the generated latents, [n, D] each."""
     latents = {"true": data.true_latents, "t2l": data.t2l_latents, "joint": data.joint_latents}
     return {kind: values for kind, values in latents.items() if values is not None}
@@ -37,7 +58,7 @@ def latents_by_kind(data: FigureData) -> dict[str, np.ndarray]:
 
 def histograms(data: FigureData) -> dict[str, tuple[np.ndarray, tuple[float, float]]]:
     """Return the values of histograms by tag, with their range; histograms of one quantity share the range."""
-    norms = {kind: np.linalg.norm(values, axis=1) for kind, values in latents_by_kind(data).items()}
+    norms = {kind: np.linalg.norm(values, axis=1) for kind, values in _latents_by_kind(data).items()}
     # Ranges follow from the true values alone, so the axes of all steps are equal.
     lengths = {"true": data.lengths, "likeliest": data.likeliest_lengths}
     mean_norm, max_length = float(norms["true"].mean()), 1.25 * float(data.lengths.max())
@@ -106,7 +127,7 @@ def principal_axes(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarra
 
 def _latent_projection(data: FigureData) -> np.ndarray:
     mean, basis, variance = principal_axes(data.true_latents)
-    projected = {kind: (values - mean) @ basis.T for kind, values in latents_by_kind(data).items()}
+    projected = {kind: (values - mean) @ basis.T for kind, values in _latents_by_kind(data).items()}
     figure, (axes,) = _new_figure(5.6, 4.8)
     if "t2l" in projected:  # a line from each true latent to the generated one
         ends = np.stack([projected["true"], projected["t2l"]])

@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from mmldlm.errors import StorageError
 from mmldlm.utils.files import is_at, write_atomically
@@ -32,7 +32,6 @@ Kind = Literal[
     "heartbeat",
     "end",
 ]
-KINDS: tuple[str, ...] = get_args(Kind)
 RESERVED = frozenset({"kind", "step", "time", "nonfinite"})
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,6 @@ class MetricsFile:
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
         """Append a record with no reserved keys, or raise `StorageError` if `path` is no longer this file."""
-        assert kind in KINDS, f"unknown kind of record: {kind!r}"
         assert RESERVED.isdisjoint(values), f"reserved keys in {sorted(RESERVED & values.keys())}"
         if not self.is_in_place:
             raise StorageError(
@@ -88,23 +86,16 @@ class MetricsFile:
         self._file.close()
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    is_record = isinstance(record, dict) and isinstance(record.get("step"), int) and record.get("kind") in KINDS
-    return record if is_record else None
-
-
 def _drop_after(path: Path, step: int) -> None:
     """Rewrite `path` with the records up to `step`; damaged lines are dropped with a warning."""
-    lines = path.read_bytes().splitlines()
-    records = [_parse(line) for line in lines]
-    # A complete last line without its newline gets one: the next record would be appended to that line.
-    kept = [line + b"\n" for line, record in zip(lines, records, strict=True) if record and record["step"] <= step]
-    # A torn last line is what a kill leaves, and no damage.
-    if damaged := sum(record is None for record in records[:-1]):
+    lines, kept, damaged = path.read_bytes().splitlines(), [], 0
+    for number, line in enumerate(lines, 1):
+        try:
+            # A complete last line without its newline gets one: the next record would be appended to that line.
+            kept += [line + b"\n"] if json.loads(line)["step"] <= step else []
+        except (ValueError, KeyError, TypeError):
+            damaged += number < len(lines)  # a torn last line is what a kill leaves
+    if damaged:
         log.warning("%s: %d damaged lines dropped", path, damaged)
     write_atomically(path, b"".join(kept))
 

@@ -45,8 +45,20 @@ class StepProfiler(Callback):
 
     def before_step(self, step: int) -> None:
         """Start a trace if it is due; a run that resumes within the steps traces the rest of them."""
-        if self._profile is None and self.first - _WARMUP_STEPS <= step <= self.last:
-            self._profile = self._start(max(0, self.first - step), self.last - max(step, self.first) + 1)
+        if self._profile is not None or not self.first - _WARMUP_STEPS <= step <= self.last:
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Profiler won't be using warmup")  # if tracing starts at step 1
+            active = self.last - max(step, self.first) + 1
+            plan = schedule(wait=0, warmup=max(0, self.first - step), active=active, repeat=1)
+        self._profile = profile(
+            activities=[ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device_type == "cuda"),
+            schedule=plan,
+            on_trace_ready=self._write,
+            record_shapes=True,
+            profile_memory=True,
+        )
+        self._profile.start()
 
     def after_step(self, step: int) -> None:
         """End the step in the trace, and the trace after its last step."""
@@ -60,21 +72,6 @@ class StepProfiler(Callback):
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
-
-    def _start(self, warm_up: int, active: int) -> profile:
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device_type == "cuda")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Profiler won't be using warmup")  # if tracing starts at step 1
-            plan = schedule(wait=0, warmup=warm_up, active=active, repeat=1)
-        profiler = profile(
-            activities=activities,
-            schedule=plan,
-            on_trace_ready=self._write,
-            record_shapes=True,
-            profile_memory=True,
-        )
-        profiler.start()
-        return profiler
 
     def _write(self, profiler: profile) -> None:
         device = "cuda" if self.device_type == "cuda" else "cpu"

@@ -8,7 +8,6 @@ begin with the second of creation.
 
 from __future__ import annotations
 
-import io
 import json
 import logging
 import re
@@ -20,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.utils.files import write_atomically
 from mmldlm.utils.nested import flatten
 
 # Category -> chart -> tags, which are regular expressions. The first category is open on arrival.
@@ -70,16 +68,7 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
 FLUSH_INTERVAL_S = 20  # what a kill may lose of the curves; a checkpoint flushes them
 MAX_CLOCK_SKEW_S = 2.0
 _HISTOGRAM_BINS = 30  # as many as TensorBoard draws
-_PROJECTOR = """embeddings {
-  tensor_name: "latents"
-  tensor_path: "latents.tsv"
-  metadata_path: "latents_labels.tsv"
-}
-"""
-
 log = logging.getLogger(__name__)
-
-
 _excepthook = threading.excepthook
 
 
@@ -150,15 +139,6 @@ class TensorBoard:
     def image(self, step: int, tag: str, pixels: np.ndarray) -> None:
         """Write an image, uint8 [height, width, 3]."""
         self._writer.add_image(tag, pixels, step, dataformats="HWC")
-
-    def projector(self, latents: np.ndarray, labels: Sequence[Sequence[str]], columns: Sequence[str]) -> None:
-        """Write points [n, D] for the page "Projector", each with a label per column; they replace earlier ones."""
-        points = io.BytesIO()
-        np.savetxt(points, latents, fmt="%.4g", delimiter="\t")
-        rows = [[" ".join(_readable(label).split()) for label in row] for row in (columns, *labels)]
-        write_atomically(self.folder / "latents.tsv", points.getvalue())
-        write_atomically(self.folder / "latents_labels.tsv", "".join("\t".join(row) + "\n" for row in rows))
-        write_atomically(self.folder / "projector_config.pbtxt", _PROJECTOR)
 
     def hparams(self, values: Mapping[str, Any], metrics: Sequence[str] = ()) -> None:
         """Write the hyperparameters of the run; the page "HParams" compares runs by the last values of `metrics`.

@@ -92,7 +92,7 @@ def diff_checkpoints(first: Path, second: Path) -> dict[str, Any]:
             equal += difference is None
             if difference is not None:
                 tensors[f"{group}/{name}"] = difference
-    states = [flatten(json.loads(checkpoint.read("state.json"))) for checkpoint in checkpoints]
+    states = [flatten(json.loads(checkpoint.file("state.json").read_bytes())) for checkpoint in checkpoints]
     configs = [load_config(checkpoint.file("config.yaml"), may_extend=False) for checkpoint in checkpoints]
     return {
         "checkpoints": [str(checkpoint.path) for checkpoint in checkpoints],

@@ -20,8 +20,7 @@ from mmldlm.config import CheckpointConfig, RunConfig
 from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.distributed.process_group import process_group
 from mmldlm.errors import DataError, StorageError
-from mmldlm.settings.declaration import restore
-from mmldlm.settings.fields import set_dotted
+from mmldlm.settings.fields import build, set_dotted
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.tools.records import Record, check_record
 from mmldlm.train import train_step
@@ -98,7 +97,7 @@ class RecordedRun:
         tree = deepcopy(self.start_before(step)["config"])
         for assignment in self.overrides:
             set_dotted(tree, assignment)
-        return restore(RunConfig, tree)
+        return build(RunConfig, tree)
 
 
 def replay(

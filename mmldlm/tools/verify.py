@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoint.manifest import MANIFEST, verify_checkpoint
-from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import CONFIG_NAME, diff_configs, load_config, split_arguments, with_absolute_paths
 from mmldlm.data.mixture import open_data
 from mmldlm.data.verify import verify_part
@@ -26,7 +25,7 @@ from mmldlm.distributed.exit_files import CLEAN_EXIT_CODES
 from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, DataError, ExitCode, UsageError, exit_process, run_command
 from mmldlm.settings.declaration import dump
-from mmldlm.tools.checkpoints import GROUPS, diff_checkpoints
+from mmldlm.tools.checkpoints import diff_checkpoints
 from mmldlm.tools.records import Record, read_json
 from mmldlm.tools.replay import RecordedRun, advance, replay
 from mmldlm.tools.runs import read_exits
@@ -105,21 +104,13 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
         recorded[step] = digest
     for step, path in progress.track(run.checkpoints.items(), "checkpoints", len(run.checkpoints)):
         try:
-            check_checkpoint(path)
+            verify_checkpoint(path)
             if step not in recorded:
                 yield f"{path}: no record has this checkpoint; if the run was killed while it was saved, resume it"
             elif sha256(path / MANIFEST) != recorded[step]:
                 yield f"{path}: is not the checkpoint that the run has written at step {step}"
         except DataError as error:
             yield str(error)
-
-
-def check_checkpoint(path: Path) -> None:
-    """Verify the hashes of a checkpoint, and that each tensor is there exactly once; a damaged one is a `DataError`."""
-    checkpoint = verify_checkpoint(path)
-    for group in GROUPS:
-        if files := TensorFiles.find(checkpoint, group):
-            files.check()
 
 
 # --- what its steps give -------------------------------------------------------------------------------------------
@@ -256,7 +247,7 @@ def run(argv: Sequence[str] | None = None) -> int:
     if (folder / MANIFEST).is_file():
         if is_recomputed:
             raise UsageError(f"--all, --from, --to: expected a run folder, found the checkpoint {folder}")
-        check_checkpoint(folder)
+        verify_checkpoint(folder)
         print(printable(f"{folder}: verified"))
         return ExitCode.DONE
     launch = read_launcher_env(os.environ, None, options.accelerate_config)

@@ -86,7 +86,7 @@ class Checkpointer:
         data: Store,
         signals: SignalRequests,
     ):
-        self.config, self.engine, self.signals, self.mirroring = config, engine, signals, restored.mirroring
+        self.config, self.engine, self.signals, self.mirror = config, engine, signals, restored.mirror
         run_dir = Path(config.run.dir)
         self.store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.retention)
         # Step of this run's newest checkpoint, complete or in progress: with `resume: auto` it starts from one.
@@ -99,8 +99,8 @@ class Checkpointer:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging: dict[str, Tensor] = {}
         self._pending: _PendingCheckpoint | None = None
-        if self.mirroring is not None and self.saved_at is not None:
-            self.mirroring.request(self.saved_at)
+        if self.mirror is not None and self.saved_at is not None:
+            self.mirror.request(self.saved_at)
 
     # --- when to save --------------------------------------------------------------------------------------
 
@@ -202,10 +202,10 @@ class Checkpointer:
         for checkpoint in saved if self.engine.is_main else ():
             seconds = {"stall_s": checkpoint.stall_s, "seconds": checkpoint.seconds}
             tracker.event("checkpoint", checkpoint.step, {**checkpoint_record(checkpoint.path), **seconds})
-            if self.mirroring is not None:
-                self.mirroring.request(checkpoint.step)
-        if self.mirroring is not None:
-            self.mirroring.poll(tracker)
+            if self.mirror is not None:
+                self.mirror.request(checkpoint.step)
+        if self.mirror is not None:
+            self.mirror.poll(partial(tracker.event, "mirror"))
 
     def finish_mirror(self, tracker: Tracker) -> None:
         """Wait until the mirror has the last checkpoint, at most for `checkpoint.mirror_wait_s`."""
@@ -214,15 +214,15 @@ class Checkpointer:
         tracker.heartbeat(self.saved_at or 0, "copying to the mirror")
         deadline = time.monotonic() + self.config.checkpoint.mirror_wait_s
         # In short collectives, since a long one counts as a hang.
-        while self.engine.gather(self.mirroring is not None and self.mirroring.busy, "copy to the mirror")[0]:
-            if self.mirroring is not None:
-                self.mirroring.wait(deadline, tracker)
+        while self.engine.gather(self.mirror is not None and self.mirror.busy, "copy to the mirror")[0]:
+            if self.mirror is not None:
+                self.mirror.wait(deadline, partial(tracker.event, "mirror"))
 
     def close(self) -> None:
         """Stop the thread without committing; do not wait for it if a peer is lost. Not collective."""
         self._pool.shutdown(wait=not self.engine.peer_lost, cancel_futures=True)
-        if self.mirroring is not None:
-            self.mirroring.close()
+        if self.mirror is not None:
+            self.mirror.close()
 
     def _finish_phase(self) -> SavedCheckpoint | None:
         """Wait for all ranks to finish this phase, then start the next one or return the complete checkpoint."""

@@ -10,22 +10,27 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
+from mmldlm.checkpoint.mirror import METRICS, Mirror
 from mmldlm.checkpoint.state import NO_STATE, TrainState, check_model_state, clean_name
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles, TensorSource
-from mmldlm.config import RunConfig, diff_configs, load_config, with_absolute_paths
+from mmldlm.config import CONFIG_NAME, RunConfig, diff_configs, load_config, with_absolute_paths
 from mmldlm.data.manifest import LatentInfo
 from mmldlm.data.store import Store
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.optimizers import check_state_compatible
 from mmldlm.errors import ConfigError, DataError
-from mmldlm.run.compatibility import check_compatible, saved_ema, saved_latent_stats, saved_tensors
+from mmldlm.run.compatibility import check_compatible, saved_ema, saved_latent_stats
+from mmldlm.run.load import DESCRIPTION
 from mmldlm.run.warm_start import find_source, warm_start
 from mmldlm.settings.declaration import dump
-from mmldlm.trainer.branches import forget_rewinds, read_rewinds, with_rewinds
-from mmldlm.trainer.mirroring import Mirroring
+from mmldlm.trainer.branches import REWINDS_FILE, forget_rewinds, read_rewinds, with_rewinds
 from mmldlm.trainer.setup import Components, with_latent_stats
+from mmldlm.trainer.step_guard import SKIPS_FILE
 from mmldlm.utils.progress import Progress
+
+# What a mirror has of the run folder: with a checkpoint all that resuming, sampling and the curves need.
+MIRRORED_FILES = (CONFIG_NAME, "startup.json", METRICS, SKIPS_FILE, REWINDS_FILE, DESCRIPTION, "tensorboard")
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class RestoredRun:
     ema: Mapping[str, Tensor] = field(default_factory=dict)  # EMA by name; missing ones start from the weights
     origin: Any = None  # what `init` gave the run at step 0, see `WarmStart`
     path: Path | None = None  # of the checkpoint
-    mirroring: Mirroring | None = None  # copies of the checkpoints, on rank 0
+    mirror: Mirror | None = None  # copies of the checkpoints, on rank 0
 
 
 def restore_run(
@@ -56,10 +61,11 @@ def restore_run(
         DataError: The checkpoint is damaged or belongs to another network, tokenizer or encoder.
     """
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.retention)
-    mirroring = Mirroring(config.checkpoint, run_dir) if config.checkpoint.mirror and engine.is_main else None
+    place = config.checkpoint.mirror if engine.is_main else ""
+    mirror = Mirror(place, store, MIRRORED_FILES) if place else None
     with Progress(engine.is_main) as progress:
         progress.phase("verifying and reading the checkpoint", announce=False)
-        restored = _open_start(config, components, engine, store, mirroring)
+        restored = _open_start(config, components, engine, store, mirror)
     # Before the loader reads latents.
     components = with_latent_stats(restored.latents, components, config, engine)
     engine.prepare(components.model, components.optimizer, restored.weights)
@@ -77,65 +83,67 @@ def restore_run(
     else:
         # Without fp16 the scale of an earlier start must not enter the next checkpoint.
         state.loss_scale, state.steps_at_scale = None, 0
-    return replace(restored, mirroring=mirroring), components
+    return replace(restored, mirror=mirror), components
 
 
 def _open_start(
-    config: RunConfig, components: Components, engine: Engine, store: CheckpointStore, mirroring: Mirroring | None
+    config: RunConfig, components: Components, engine: Engine, store: CheckpointStore, mirror: Mirror | None
 ) -> RestoredRun:
     """Open what rank 0 chooses by `resume` and `init`, and check that it fits the unwrapped model (collective)."""
-    data, initial, path, source = components.store, components.initial_weights, None, dict[str, str]()
+    data, initial, checkpoint, source = components.store, components.initial_weights, None, dict[str, str]()
     with engine.raise_on_all_ranks("choice of the checkpoint"):
         if engine.is_main:
-            path = _choose(config, store, mirroring)
-            source = find_source(config.init) if path is None else {}
-    path, source = engine.gather((path and str(path), source), "choice of the checkpoint")[0]
+            checkpoint = _choose(config, store, mirror)
+            source = find_source(config.init) if checkpoint is None else {}
+    path, source = engine.gather((checkpoint and str(checkpoint.path), source), "choice of the checkpoint")[0]
     with engine.raise_on_all_ranks("opening of the checkpoint"):
         if path is not None:
-            restored = restore_checkpoint(Path(path), components.model, config, data)
-        elif source:
+            # Rank 0 has compared the hashes.
+            checkpoint = checkpoint or verify_checkpoint(Path(path), hashes=False)
+            return restore_checkpoint(checkpoint, components.model, config, data)
+        if source:
             start = warm_start(source, config, data, initial)
-            restored = RestoredRun(TrainState(), start.notes, start.latents, start.weights, origin=start.origin)
-        else:
-            restored = RestoredRun(TrainState(), [], data.manifest.latent, initial)
-    return replace(restored, path=path and Path(path))
+            return RestoredRun(TrainState(), start.notes, start.latents, start.weights, origin=start.origin)
+        return RestoredRun(TrainState(), [], data.manifest.latent, initial)
 
 
-def _choose(config: RunConfig, store: CheckpointStore, mirroring: Mirroring | None) -> Path | None:
+def _choose(config: RunConfig, store: CheckpointStore, mirror: Mirror | None) -> Checkpoint | None:
     """Return the verified checkpoint to start from, or None; `auto` sets damaged ones aside, and may fetch one."""
     resume, checkpoint, run_dir = config.resume, None, store.folder.parent
     if resume != "never":
         checkpoint = store.newest() if resume == "auto" else verify_checkpoint(Path(resume))
-    if mirroring is not None:
+    if mirror is not None:
         # A later copy is of the branch that a rewind has left.
         is_chosen = resume != "auto" or bool(read_rewinds(run_dir))
-        checkpoint = mirroring.fetch_newer(checkpoint, is_chosen, store)
+        checkpoint = mirror.fetch_newer(checkpoint, is_chosen)
         if with_rewinds(config) != config:
             raise ConfigError(f"{run_dir}: has samples to leave out since it was fetched; run the command again")
     if resume == "never":
         store.set_aside_after(-1)
         forget_rewinds(run_dir)
-    return None if checkpoint is None else checkpoint.path
+    return checkpoint
 
 
-def restore_checkpoint(path: Path, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
-    """Open a verified checkpoint and check that it fits the unwrapped model; weights and moments are not read yet.
+def restore_checkpoint(checkpoint: Checkpoint, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
+    """Check that a verified checkpoint fits the unwrapped model; weights and moments are not read yet.
 
     Raises:
         ConfigError: The checkpoint is beyond `train.steps` or has the state of another optimizer.
         DataError: The checkpoint belongs to another network, tokenizer or encoder.
     """
-    # Hashes were compared by rank 0, which chose the checkpoint.
-    checkpoint = verify_checkpoint(path, hashes=False)
+    path = checkpoint.path
     check_compatible(checkpoint, config, store)
-    state = TrainState.from_json(checkpoint.read("state.json"))
+    state = TrainState.from_json(checkpoint.file("state.json").read_bytes())
     if state.step > config.train.steps:
         raise ConfigError(f"train.steps: found {config.train.steps}, but {path} is at step {state.step}")
-    saved = _saved_config(checkpoint)
+    try:
+        saved = load_config(checkpoint.file(CONFIG_NAME), may_extend=False)
+    except ConfigError as error:  # of another version
+        raise DataError(f"checkpoint: {error}") from error
     check_state_compatible(saved.optim.name, config.optim.name)
-    weights = saved_tensors(checkpoint, "model", config)
+    weights = TensorFiles.open(checkpoint, "model")
     check_model_state(model, weights)
-    moments, num_new = _moments_of_trained(model, saved_tensors(checkpoint, "optimizer", config))
+    moments, num_new = _moments_of_trained(model, TensorFiles.open(checkpoint, "optimizer"))
     changed = diff_configs(dump(with_absolute_paths(saved)), dump(with_absolute_paths(config)))
     notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
     if num_new:
@@ -143,24 +151,18 @@ def restore_checkpoint(path: Path, model: nn.Module, config: RunConfig, store: S
     latents = saved_latent_stats(checkpoint, store)
     if latents != store.manifest.latent:
         notes.append("latents are standardized as in the checkpoint, by other statistics than those of the data now")
-    ema, origin = saved_ema(checkpoint, model, config), checkpoint.info.get("init")
+    ema = saved_ema(checkpoint, model)
+    kept: Mapping[str, Tensor] = {}
     if not config.ema.decay:
         if ema is not None:
             notes.append("ema: the checkpoint's EMA of the weights ends here (ema.decay: 0)")
-        return RestoredRun(state, notes, latents, weights, moments, origin=origin)
-    kept = {} if ema is None else ema.filter(_trained_names(model).__contains__)
-    if ema is None:
+    elif ema is None:
         notes.append("ema: the checkpoint has no EMA of the weights; it starts here from the present weights")
-    elif num_new:
-        notes.append("ema: the EMA of parameters that train from here on starts from their present values")
-    return RestoredRun(state, notes, latents, weights, moments, kept, origin)
-
-
-def _saved_config(checkpoint: Checkpoint) -> RunConfig:
-    try:
-        return load_config(checkpoint.file("config.yaml"), may_extend=False)
-    except ConfigError as error:
-        raise DataError(f"checkpoint: {error}") from error
+    else:
+        kept = ema.filter(_trained_names(model).__contains__)
+        if num_new:
+            notes.append("ema: the EMA of parameters that train from here on starts from their present values")
+    return RestoredRun(state, notes, latents, weights, moments, kept, checkpoint.info.get("init"), path)
 
 
 def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[TensorFiles, int]:

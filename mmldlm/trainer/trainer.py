@@ -91,7 +91,7 @@ class Trainer:
             config, self.components, engine, restored, fingerprint, notes, self.run_dir, end
         )
         if engine.is_main:
-            self._notices.write_to(self.tracker.message)
+            self._notices.write = self.tracker.message
         self.checkpointer = Checkpointer(config, engine, restored, report, self.components.store, self._signals)
         end.callback(self.checkpointer.close)
         self.log = StepLog(config, engine, self.components, self.state, self.tracker, report, self.run_dir, end)

@@ -79,9 +79,7 @@ class Validation(_Evaluation):
             for tag, rows in texts.items():
                 tracker.samples(step, rows, tag)
             if figure_data:
-                decode = components.tokenizer.decode_batch
-                projector_texts = decode([ids.tolist() for ids in figure_data.tokens]) if config.log.projector else None
-                tracker.log_figures(step, figure_data, losses.bin_losses, projector_texts)
+                tracker.log_figures(step, figure_data, losses.bin_losses)
         loss, keep_best = values["validation/total"], config.checkpoint.keep_best
         if log.plateau is not None:
             log.plateau.observe(step, loss)

@@ -9,12 +9,14 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mmldlm.errors import StoppedBySignal
+from mmldlm.errors import StoppedBySignal, run_command
+from mmldlm.utils.malloc import configure_cuda_allocator
+from mmldlm.utils.versions import check_versions
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A variable of each launcher. What none of them has started may outlive its parent, which is a shell.
@@ -48,6 +50,14 @@ def start_process(outlives_terminal: bool) -> None:
         threading.Thread(target=_stop_with_launcher, daemon=True).start()
 
 
+def start_rank() -> None:
+    """Prepare a process that a launcher has started as a module, before torch is imported: `start_process` and more."""
+    start_process(outlives_terminal=True)
+    if status := run_command(check_versions):
+        sys.exit(status)
+    configure_cuda_allocator(os.environ)
+
+
 class _LossyStream(io.FileIO):
     """A standard stream that drops what cannot be written: its reader or terminal is gone, or the disk is full."""
 
@@ -60,23 +70,19 @@ class _LossyStream(io.FileIO):
 
 def _stop_with_launcher() -> None:
     """Wait for the end of the launcher, then stop this process, which would train on and hold the run folder."""
-    started = _parent_and_start("self")[1]
-    parents: list[tuple[int, float]] = []
+    import psutil  # here, since sampling from a bundle does without it
+
+    process = psutil.Process()
+    parents: list[Any] = []
     words: list[set[str]] = []
-    pid = os.getppid()
-    try:
-        while pid:
-            parent, start = _parent_and_start(pid)
-            command = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")[:5]
-            parents.append((pid, start))
-            words.append({Path(word).name for word in command})
-            pid = parent
-    except OSError:  # hidden from this process
-        pass
+    with suppress(psutil.Error):  # hidden from this process
+        while (parent := (parents or [process])[-1].parent()) is not None:
+            words.append({Path(word).name for word in parent.cmdline()[:5]})
+            parents.append(parent)
     is_python = [any(word.startswith("python") for word in names) for names in words]
     # Launchers are Python programs, and import torch, which takes a second, before they start anything. So a process
     # without such a parent was left to an init by one that has ended, unless a container of its own has just begun.
-    if any(is_python) or not parents or started - parents[0][1] < _IMPORT_S:
+    if any(is_python) or not parents or process.create_time() - parents[0].create_time() < _IMPORT_S:
         # Under deepspeed, one launcher starts another, which starts the ranks.
         launchers = [
             place
@@ -84,7 +90,7 @@ def _stop_with_launcher() -> None:
             if is_python[place] and {word.split(".")[0] for word in names} & _LAUNCHERS
         ]
         try:
-            handles = [os.pidfd_open(pid) for pid, _ in parents[: max(launchers, default=0) + 1]]
+            handles = [os.pidfd_open(parent.pid) for parent in parents[: max(launchers, default=0) + 1]]
             select.select(handles, [], [])
         except ProcessLookupError:  # it has ended just now
             pass
@@ -93,13 +99,6 @@ def _stop_with_launcher() -> None:
     _launcher_ended.set()
     sys.stderr.write("mmldlm: the launcher has ended, so this process stops\n")
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _parent_and_start(pid: int | str) -> tuple[int, float]:
-    """Return the parent of a process, and the seconds from the start of the machine to its own."""
-    # The process name before ")" may contain spaces and parentheses, too.
-    fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-    return int(fields[1]), int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def ignores_hangup() -> bool:

@@ -8,21 +8,9 @@ from typing import Any
 _MAX_CHARS = 120  # of one value
 
 
-class _Repr(reprlib.Repr):
-    """`repr` of the first few items only, so that recursive and repetitive values stay short."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel = 3
-        self.maxdict = self.maxlist = self.maxtuple = self.maxset = self.maxfrozenset = 6
-        self.maxstring = self.maxother = self.maxlong = _MAX_CHARS
-
-    def repr_int(self, x: int, level: int) -> str:
-        # Python refuses to convert very large integers to text.
-        return super().repr_int(x, level) if x.bit_length() < 4096 else f"a number of {x.bit_length()} bits"
-
-
-_REPR = _Repr()
+_REPR = reprlib.Repr()  # the first few items only, so that repetitive values stay short
+_REPR.maxlevel, _REPR.maxdict, _REPR.maxlist, _REPR.maxstring = 3, 6, 6, _MAX_CHARS
+_REPR.maxother = _REPR.maxlong = _MAX_CHARS
 
 
 def truncate(text: str, max_chars: int = _MAX_CHARS) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 
-from mmldlm.errors import ConfigError, run_command
+from mmldlm.errors import ConfigError
 
 
 def check_versions() -> None:
@@ -28,9 +27,3 @@ def check_versions() -> None:
             raise ConfigError(
                 f"{requirement.name}: found version {found}, expected {requirement.specifier}; pip install '{needed}'"
             )
-
-
-def exit_if_outdated() -> None:
-    """End the process with one line if a package is too old; call it before the packages are imported."""
-    if status := run_command(check_versions):
-        sys.exit(status)

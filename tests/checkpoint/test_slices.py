@@ -1,9 +1,10 @@
-"""Tensors in slices: any number of readers for any writers, and no slices that do not cover a tensor exactly once."""
+"""Tensors in slices: any number of readers for any writers, and no file with other slices than its manifest says."""
 
 from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmldlm.checkpoint.manifest import MANIFEST, MAX_MANIFEST_BYTES, verify_checkpoint
+from mmldlm.checkpoint.manifest import MANIFEST, verify_checkpoint
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
 from mmldlm.checkpoint.store import CheckpointStore, write_files
 from mmldlm.checkpoint.tensors import TensorFiles, write_tensors
 from mmldlm.errors import DataError
-from tests.helpers.hostile_checkpoints import HASH, manifest_body, read_or_refused, seal
+from tests.helpers.changed_checkpoints import HASH, manifest_body, seal
 
 pytestmark = pytest.mark.quick
 CASES = 60
@@ -67,7 +68,6 @@ def test_any_number_of_readers(tmp_path: Path, seed: int) -> None:
             sliced[f"{number}.w"] = SlicedTensor.like(tensor, random_slices(rng, shape, writers))
         path = save(tmp_path / str(case), TensorGroup(writers, sliced), tensors)
         files = TensorFiles.open(verify_checkpoint(path), "model")
-        files.check()
         assert files.keys() == tensors.keys()
         for name, tensor in tensors.items():
             assert files[name].dtype == tensor.dtype and files[name].equal(tensor), sliced[name]
@@ -106,59 +106,8 @@ def test_files_with_other_slices_are_refused_by_name(tmp_path: Path) -> None:
         changed = {"model": {"files": 2, "tensors": {**tensors, name: {**tensors[name], **change}}}}
         seal(path, {**body, "tensors": changed})
         files = TensorFiles.open(verify_checkpoint(path), "model")
-        for read in (lambda files=files, name=name: files[name], files.check):
-            with pytest.raises(DataError, match=rf"model-0000\d-of-00002.*\b{name}\b"):
-                read()
-
-
-F32 = {"dtype": "F32", "shape": [8, 5], "slices": 20}
-MALFORMED: list[Any] = [
-    None, [], {}, 3, {**F32, "more": 1}, {**F32, "dtype": "F31"}, {**F32, "dtype": []}, {**F32, "shape": 40},
-    {**F32, "shape": [8.0, 5]}, {**F32, "shape": [True, 5]}, {**F32, "shape": [-8, -5]}, {**F32, "shape": [2**47, 2]},
-    {**F32, "shape": [1] * 99}, {**F32, "shape": "85"}, {**F32, "shape": [8000, 5000]}, {**F32, "slices": 0},
-    {**F32, "slices": -20}, {**F32, "slices": 20.0}, {**F32, "slices": True}, {**F32, "slices": 2**70},
-    {**F32, "slices": 19}, {**F32, "slices": 1}, {**F32, "slices": None}, {**F32, "slices": []},
-    {**F32, "slices": [[1, 0]]}, {**F32, "slices": [[0, -1]]}, {**F32, "slices": [[0, 2]]},
-    {**F32, "slices": [[0, 0], [40, 1]]}, {**F32, "slices": [[0, 0], [0, 1]]}, {**F32, "slices": [[0, 1], [20, 0]]},
-    {**F32, "slices": [[0, 0], [20, 0]]}, {**F32, "slices": [[20, 1], [0, 0]]}, {**F32, "slices": [[0, 0.0]]},
-    {**F32, "slices": [[0, 0, 0]]}, {**F32, "slices": [0, 0]}, {**F32, "slices": {"0": 0}},
-    {**F32, "shape": [0, 5]}, {**F32, "shape": [0], "slices": [[0, 0]]}, {**F32, "slices": [[False, 0]]},
-]  # fmt: skip
-GROUPS: list[Any] = [
-    None, [], {"files": 2}, {"files": 0, "tensors": {}}, {"files": 2**40, "tensors": {}}, {"files": 2, "tensors": []},
-    {"files": True, "tensors": {}}, {"files": 3, "tensors": {"the.weight": F32}}, {"files": 2, "tensors": {}, "x": 1},
-]  # fmt: skip
-
-
-def test_malformed_slices_are_refused_by_name(tmp_path: Path) -> None:
-    tensor = torch.zeros(8, 5)
-    path = save(tmp_path, TensorGroup(2, {"the.weight": SlicedTensor.like(tensor, 20)}), {"the.weight": tensor})
-    body = manifest_body(path)
-    assert body["tensors"]["model"] == {"files": 2, "tensors": {"the.weight": F32}}
-    for value in MALFORMED:
-        seal(path, {**body, "tensors": {"model": {"files": 2, "tensors": {"the.weight": value}}}})
-        with pytest.raises(DataError, match=r"manifest\.json: the\.weight "):
-            verify_checkpoint(path)
-        assert read_or_refused(lambda: verify_checkpoint(path, hashes=False)) is None, value
-    for group in GROUPS:
-        seal(path, {**body, "tensors": {"model": group}})
-        assert read_or_refused(lambda: verify_checkpoint(path, hashes=False)) is None, group
-    seal(path, {**body, "tensors": {f"{n}": {"files": 2**16, "tensors": {}} for n in range(20)}})
-    assert read_or_refused(lambda: verify_checkpoint(path)) is None
-
-
-def test_format_1_loads(tmp_path: Path) -> None:
-    """Checkpoints from before slices have whole tensors, and no description of them."""
-    tensors = {"a": torch.randn(4, 3), "b": torch.tensor(2.0)}
-    sliced = {name: SlicedTensor.like(tensor, ((0, writer),)) for writer, (name, tensor) in enumerate(tensors.items())}
-    path = save(tmp_path, TensorGroup(2, sliced), tensors)
-    body = manifest_body(path)
-    del body["tensors"]
-    seal(path, {**body, "format": 1})
-    files = TensorFiles.open(verify_checkpoint(path), "model")
-    assert files.keys() == tensors.keys() and all(files[name].equal(tensors[name]) for name in tensors)
-    assert files.read("a", 4, 8).equal(tensors["a"].flatten()[4:8])
-    files.check()
+        with pytest.raises(DataError, match=rf"\b{name}\b.*model-0000\d-of-00002|model-0000\d-of-00002.*\b{name}\b"):
+            files[name]
 
 
 def test_manifest_of_a_thousand_ranks_is_small(tmp_path: Path) -> None:
@@ -169,7 +118,7 @@ def test_manifest_of_a_thousand_ranks_is_small(tmp_path: Path) -> None:
     moments = {f"{name}/{key}": tensor for name, tensor in even.items() for key in ("exp_avg", "exp_avg_sq")}
     groups = {"model": even, "optimizer": moments | {f"{name}/step": step for name in even}, "ema": even}
     body = {
-        "tensors": {name: TensorGroup(1024, tensors).to_json() for name, tensors in groups.items()},
+        "tensors": {name: asdict(TensorGroup(1024, tensors)) for name, tensors in groups.items()},
         "files": {
             tensor_file_name(name, rank, 1024): {"bytes": 10**9, "sha256": HASH}
             for name in groups
@@ -177,5 +126,5 @@ def test_manifest_of_a_thousand_ranks_is_small(tmp_path: Path) -> None:
         },
     }
     seal(tmp_path, body)
-    assert (tmp_path / MANIFEST).stat().st_size < MAX_MANIFEST_BYTES / 8
+    assert (tmp_path / MANIFEST).stat().st_size < 2 * 2**20
     assert len(json.loads((tmp_path / MANIFEST).read_text())["files"]) == 3072

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.quick
 
 def read(folder, name):
     """The tensors of one file."""
-    return TensorFiles.open(Checkpoint(folder, 1, {}, {f"{name}.safetensors": 0}), name)
+    return TensorFiles.of_files([folder / f"{name}.safetensors"])
 
 
 class Tied(nn.Module):
@@ -58,7 +58,7 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
     "plain_sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
     "muon": lambda parameters: muon(list(parameters)),
-    "asgd_groups": lambda parameters: torch.optim.ASGD([{"params": [p]} for p in list(parameters)[::-1]], lr=1e-2),
+    "groups": lambda parameters: torch.optim.AdamW([{"params": [p]} for p in list(parameters)[::-1]], lr=1e-2),
 }
 
 
@@ -197,45 +197,23 @@ def test_tensors_of_several_files_and_their_owners(tmp_path):
     tensors = {name: torch.full((2,), float(size)) for name, size in sizes.items()}
     for rank in (0, 1):
         write_tensors(tmp_path / tensor_file_name("model", rank, 2), {name: tensors[name] for name in owned[rank]})
-    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    files = TensorFiles.open(Checkpoint(tmp_path, 1, {}, dict.fromkeys([*names, "models.safetensors"], 0)), "model")
+    paths = [tmp_path / tensor_file_name("model", rank, 2) for rank in (0, 1)]
+    files = TensorFiles.of_files(paths)
     assert bits(files) == bits(tensors) and set(files.filter(lambda name: name < "c")) == {"a", "b"}
-    write_tensors(tmp_path / names[0], tensors)
+    write_tensors(paths[0], tensors)
     with pytest.raises(DataError, match="occurs twice"):
-        TensorFiles.open(Checkpoint(tmp_path, 1, {}, dict.fromkeys(names, 0)), "model")
-    with pytest.raises(DataError, match=r"no optimizer\.safetensors"):
-        TensorFiles.open(Checkpoint(tmp_path, 1, {}, dict.fromkeys(names, 0)), "optimizer")
+        TensorFiles.of_files(paths)
+    with pytest.raises(DataError, match="has no tensors of optimizer; it has none"):
+        TensorFiles.open(Checkpoint(tmp_path, 1, {}, {}, {}), "optimizer")
 
 
-def test_train_state_is_strict():
-    state = TrainState(step=3, samples_seen=24, tokens_seen=900, skipped_steps=1, best_validations=[1.5])
-    assert TrainState.from_json(state.to_json()) == state
-    scaled = TrainState(loss_scale=2.0**16, steps_at_scale=7)
-    assert TrainState.from_json(scaled.to_json()) == scaled
-    assert TrainState.from_json(TrainState().to_json()) == TrainState()
-    good = json.loads(state.to_json())
-    bad = [
-        {**good, "step": "3"},
-        {**good, "step": True},
-        {**good, "step": -1},
-        {**good, "step": 3.0},
-        {**good, "best_validations": [float("nan")]},
-        {**good, "best_validations": 1.5},
-        {**good, "plateau_best": 1},
-        {**good, "plateau_best": float("inf")},
-        {**good, "plateau_losses": [1.0] * 101},
-        {**good, "lr_cuts": -1},
-        *({**good, "loss_scale": value} for value in (0.0, -2.0, 65536, True, "1.0", float("inf"), float("nan"))),
-        {**good, "steps_at_scale": 1.0},
-        {**good, "extra": 1},
-        {key: value for key, value in good.items() if key != "tokens_seen"},
-        [],
-    ]
-    for values in bad:
-        with pytest.raises(DataError, match="training state"):
-            TrainState.from_json(json.dumps(values))
-    for text in ("", "{", b"\xff", "[" * 100_000):
-        with pytest.raises(DataError):
-            TrainState.from_json(text)
+def test_train_state():
+    state = TrainState(step=3, samples_seen=24, best_validations=[1.5], loss_scale=2.0**16, steps_at_scale=7)
+    for one in (state, TrainState()):
+        assert TrainState.from_json(one.to_json()) == one
+    values = json.loads(state.to_json())
+    del values["tokens_seen"]
+    with pytest.raises(DataError, match="training state: more, tokens_seen in one of"):
+        TrainState.from_json(json.dumps({**values, "more": 1}))
     with pytest.raises(ValueError):
         TrainState(best_validations=[float("nan")]).to_json()

@@ -12,7 +12,6 @@ from mmldlm import cli, train
 from mmldlm.config import RunConfig, load_config
 from mmldlm.contrib.lgdlm.config import RENAMED, convert_config
 from mmldlm.settings.declaration import leaves
-from mmldlm.settings.fields import nearest_key
 from tests.helpers.lgdlm_configs import NAMES, write_configs
 from tests.helpers.lgdlm_folders import make_samples, write_pairs
 from tests.helpers.metrics import read_metrics
@@ -52,8 +51,6 @@ def test_every_new_name_is_a_setting_that_the_page_and_error_messages_name() -> 
         assert (
             new in known and f"`{new}`" in page and f"`{old.removeprefix('TORCH_')}`" in page.replace("`TORCH_", "`")
         ), old
-        if not old.isupper():
-            assert nearest_key(old, known) in (f"did you mean {new!r}?", "see docs/settings.md for the keys"), old
 
 
 @pytest.mark.quick
@@ -120,7 +117,7 @@ def test_files_of_defaults_are_read_if_they_are_there(configs: Path, tmp_path: P
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("training.train_batch_size=many", "train.micro_batch_size: expected whole number or null, found 'many'"),
+        ("training.train_batch_size=many", "train.micro_batch_size: expected whole number, found 'many'"),
         ("optimizer.lr=fast", "converted: optim.lr: expected number, found 'fast'"),
         ("NPROC_PER_NODE=two", "NPROC_PER_NODE: expected a whole number, at least 1, found 'two'"),
     ],

@@ -57,8 +57,8 @@ FAULTS = (
     Fault(
         "a resume drops the record of its own step",
         "telemetry/metrics.py",
-        'record["step"] <= step]',
-        'record["step"] < step]',
+        'json.loads(line)["step"] <= step else',
+        'json.loads(line)["step"] < step else',
         "tests/telemetry",
     ),
     Fault(

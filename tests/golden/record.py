@@ -137,7 +137,7 @@ VERBS = (
 )
 # A run in which everything happens that can happen beside its steps.
 FEATURES = [
-    "log={every: 1, tensorboard: true, figures_every: 10, projector: true}",
+    "log={every: 1, tensorboard: true, figures_every: 10}",
     "validation={every: 5, samples: 16, text_samples: 2, quality_every: 10, quality_samples: 4}",
     "checkpoint={every_steps: 5, keep_last: 4, keep_best: 1}",
     "profile.steps=[3, 4]",

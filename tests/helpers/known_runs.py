@@ -13,8 +13,9 @@ from mmldlm.config import load_config
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.gaussian import SIGMA_MIN, GaussianDiffusion, per_sample
-from mmldlm.run.factory import build_model, build_objective
+from mmldlm.run.factory import build_objective
 from mmldlm.run.load import LoadedRun
+from tests.helpers.small_model import build_model
 
 SETTINGS = (
     "model={depth: 1, width: 32, num_heads: 2, conditioning_width: 16, modulation_rank: 4}",
@@ -34,7 +35,7 @@ def fresh_run(store: Path, *settings: str) -> LoadedRun:
         config=config,
         store=opened,
         tokenizer=Tokenizer.load(opened.path / "tokenizer"),
-        model=build_model(config, opened.manifest, "cpu").eval(),
+        model=build_model(config, opened.manifest).eval(),
         objective=build_objective(config, opened.manifest),
         device=torch.device("cpu"),
         step=0,

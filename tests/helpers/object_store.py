@@ -68,7 +68,7 @@ class ObjectStore:
     def complete(self, run: str) -> list[int]:
         """Return the steps of the complete copies of a run's checkpoints."""
         names = self.names(f"{run}/")
-        return sorted(int(name[5:13]) for name in names if name.endswith("/complete.json"))
+        return sorted(int(name[5:13]) for name in names if name.endswith("/manifest.json") and "/checkpoints/" in name)
 
     def _client(self, service: str, key: str, secret: str) -> Any:
         import boto3

@@ -8,10 +8,14 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import PackedLayout
+from mmldlm.config import RunConfig
+from mmldlm.data.manifest import Manifest
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
 from mmldlm.model.cpu_half import CPUHalfMMDiT
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Precision, Prediction
+from mmldlm.run.factory import build_meta_model
+from mmldlm.utils.meta_device import materialize
 
 VOCAB, MASK, PAD = 23, 21, 22
 CHANNELS, MAX_LENGTH = 6, 16
@@ -82,3 +86,10 @@ def random_inputs(lengths: tuple[int, ...], latent_tokens: int = 1, seed: int = 
         t_latent=torch.rand(count, generator=generator),
         lengths=lengths,
     )
+
+
+def build_model(config: RunConfig, manifest: Manifest) -> MMDiT:
+    """Return the network of a config on the host, with its initial weights."""
+    model = build_meta_model(config, manifest, "cpu")
+    materialize(model, "cpu")
+    return model.init_weights(config.run.weights_seed)

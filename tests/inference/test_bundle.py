@@ -22,7 +22,7 @@ from mmldlm.errors import ConfigError, DataError, MmldlmError, UsageError
 from mmldlm.evaluation import BITS, Evaluation, EvaluationConfig
 from mmldlm.evaluation.likelihood import text_bound
 from mmldlm.inference.model import Model, Samples
-from mmldlm.run.load import LoadedRun, load_run
+from mmldlm.run.load import LoadedRun
 from tests.helpers.paths import ROOT
 from tests.helpers.user_errors import assert_user_error
 
@@ -373,12 +373,3 @@ def test_hub_mixin_saves_and_loads(model: Model, bundle: Path, tmp_path: Path, m
         link.symlink_to(blob)
     cached = Model.from_pretrained("someone/model", cache_dir=tmp_path / "cache")
     assert same(cached.sample(**arguments), expected)
-
-
-def test_a_checkpoint_still_refuses_links(short_run_dir: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "checkpoint"
-    shutil.copytree(next((short_run_dir / "checkpoints").glob("step-*")), copy)
-    (copy / "state.json").rename(tmp_path / "state.json")
-    (copy / "state.json").symlink_to(tmp_path / "state.json")
-    with pytest.raises(DataError, match="symbolic link"):
-        load_run(short_run_dir, copy)

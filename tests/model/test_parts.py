@@ -27,10 +27,10 @@ from mmldlm.model.parts import (
     frozen_parts,
     part_of,
 )
-from mmldlm.run.factory import build_model, build_objective
+from mmldlm.run.factory import build_objective
 from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.noised_batch import noised_batch
-from tests.helpers.small_model import small_model
+from tests.helpers.small_model import build_model, small_model
 
 pytestmark = pytest.mark.quick
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -104,7 +104,7 @@ def test_only_unfrozen_parameters_change(part: Freezable, tiny_store: Path) -> N
     settings = ["model.depth=2", "model.width=32", "model.num_heads=2", "optim.lr=1e-2", "optim.weight_decay=0.5"]
     config = load_config(None, [*settings, f"freeze=[{part}]", "mode=joint", "memory.activation_checkpointing=full"])
     store = Store.open(tiny_store)
-    model, objective = build_model(config, store.manifest, "cpu").train(), build_objective(config, store.manifest)
+    model, objective = build_model(config, store.manifest).train(), build_objective(config, store.manifest)
     optimizer = build_optimizer(model, config.optim)
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     for step, (batch,) in Loader(store, "train", config.data, 0, constant_batch_size(8, 8)).steps(0, 3):
@@ -121,7 +121,7 @@ def test_only_unfrozen_parameters_change(part: Freezable, tiny_store: Path) -> N
 def test_the_initial_weights_do_not_depend_on_what_is_frozen(tiny_store: Path) -> None:
     manifest = Store.open(tiny_store).manifest
     free, frozen = (
-        build_model(load_config(None, overrides), manifest, "cpu").state_dict()
+        build_model(load_config(None, overrides), manifest).state_dict()
         for overrides in ([], ["freeze=[backbone, text_encoder]"])
     )
     assert all(torch.equal(value, frozen[name]) for name, value in free.items())

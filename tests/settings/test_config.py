@@ -13,99 +13,44 @@ from mmldlm.config import RunConfig, load_config
 from mmldlm.errors import ConfigError, ExitCode
 from mmldlm.model.parts import Part
 from mmldlm.settings.declaration import dump, leaves
-from mmldlm.settings.fields import SYNONYMS, build, nearest_key, to_yaml
+from mmldlm.settings.fields import build, nearest_key, to_yaml
 from mmldlm.settings.yaml import parse_yaml
 
 pytestmark = pytest.mark.quick
 ALL_PARTS = ", ".join(get_args(Part))
 
 
-# Unknown keys, most of them of LGDLM, with the key that an error message suggests; None: none of the same meaning.
+# Unknown keys, with what an error message suggests.
 SUGGESTIONS = {
-    "optim.lrr": "optim.lr",
-    "modle.depth": "model.depth",
-    "model.widht": "model.width",
-    "trian.steps": "train.steps",
-    "vaildation.every": "validation.every",
-    "latent.predction": "latent.prediction",
-    "checkpoint.keep_bst": "checkpoint.keep_best",
-    "data.num_worker": "data.num_workers",
-    "guard.non_finite": "guard.nonfinite",
-    "ema_decay": "ema.decay",
-    "warmup": "optim.warmup_steps",
-    "model.heads": "model.num_heads",
-    "model.n_blocks": "model.depth",
-    "model.n_heads": "model.num_heads",
-    "model.hidden_size": "model.width",
-    "model.cond_dim": "model.conditioning_width",
-    "model.latent_beta_schedule": "latent.process",
-    "model.latent_parameterization": "latent.prediction",
-    "model.latent_dim": None,
-    "model.max_seq_len": None,
-    "model.num_residual_streams": None,
-    "model.p_uniform": None,
-    "model.qk_rmsnorm": None,
-    "model.t_eps": None,
-    "model.type": None,
-    "training.train_batch_size": "train.micro_batch_size",
-    "training.eval_batch_size": None,
-    "training.num_train_steps": "train.steps",
-    "training.num_epochs": "train.steps",
-    "training.dtype": "precision",
-    "training.compile_model": "compile.scope",
-    "training.lr_schedule": "schedule.lr",
-    "training.warmup_steps": "optim.warmup_steps",
-    "training.loss_type": "mode",
-    "training.sequential_schedule": "mode_schedule",
-    "training.resume": "resume",
-    "training.seed": "run.seed",
-    "training.world_size": None,
-    "loss.latent_loss_weight": "loss.latent_weight",
-    "loss.text_loss_weight": None,
-    "loss.loss_scale": None,
-    "loss.reduction": None,
-    "logging.log_freq": "log.every",
-    "logging.eval_freq": "validation.every",
-    "logging.save_freq": "checkpoint.every_steps",
-    "logging.run_name": "run.dir",
-    "logging.wandb_project": None,
-    "optimizer.lr": "optim.lr",
-    "optimizer.betas": "optim.betas",
-    "optimizer.beta2": "optim.betas",
-    "optimizer.weight_decay": "optim.weight_decay",
-    "optimizer.grad_clip_norm": "optim.clip_norm",
-    "optimizer.use_fused": "optim.fused",
-    "optimizer.type": None,
-    "tokenizer.path": None,
-    "tokenizer.name": None,
-    "data.latent_dir": None,
-    "data.max_samples": None,
-    "data.max_val_samples": None,
-    "data.val_ratio": None,
-    "hydra.run.dir": None,
+    "optim.lrr": ["optim.lr"],
+    "modle.depth": ["model.depth"],
+    "model.widht": ["model.width"],
+    "vaildation.every": ["validation.every"],
+    "latent.predction": ["latent.prediction"],
+    "checkpoint.keep_bst": ["checkpoint.keep_best"],
+    "guard.non_finite": ["guard.nonfinite"],
+    "ema_decay": ["ema.decay"],
+    "num_heads": ["model.num_heads"],
+    "optimizer.betas": ["optim.betas"],
+    "training.warmup_steps": ["optim.warmup_steps"],
+    "lr": ["optim.lr", "schedule.lr"],
+    "model.t_eps": [],
+    "hydra.run": [],
 }
 
 
 @pytest.mark.parametrize(("key", "suggested"), SUGGESTIONS.items())
-def test_suggestions_have_the_same_meaning_or_spelling(key: str, suggested: str | None) -> None:
+def test_suggestions_end_alike_or_are_spelled_alike(key: str, suggested: list[str]) -> None:
     advice = nearest_key(key, {known for known, _ in leaves(RunConfig)})
-    assert advice == (f"did you mean {suggested!r}?" if suggested else "see docs/settings.md for the keys")
-
-
-def test_every_synonym_is_a_setting_and_no_setting_is_a_synonym() -> None:
-    known = {key for key, _ in leaves(RunConfig)}
-    assert set(SYNONYMS.values()) <= known and not set(SYNONYMS) & known
+    named = f"did you mean {' or '.join(map(repr, suggested))}?"
+    assert advice == (named if suggested else "see docs/settings.md for the keys")
 
 
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("optim.lrr=1e-4", "unknown key 'optim.lrr': did you mean 'optim.lr'?"),
-        ("learning_rate=1e-4", "unknown key 'learning_rate': did you mean 'optim.lr'?"),
-        ("epochs=3", "did you mean 'train.steps'?"),
-        ("output_dir=x", "did you mean 'run.dir'?"),
         ("num_heads=4", "did you mean 'model.num_heads'?"),
-        ("bs=4", "did you mean 'train.global_batch_size'?"),
         ("distributed.timeout=4", "did you mean 'distributed.timeout_s'?"),
         ("optim.lr=fast", "optim.lr: expected number, found 'fast'"),
         ("train.steps=1.5", "train.steps: expected whole number, found 1.5"),
@@ -134,19 +79,17 @@ def test_every_synonym_is_a_setting_and_no_setting_is_a_synonym() -> None:
         ("mode=l2t sampling.guidance=2", "sampling.guidance: 2.0 needs a run that trained joint"),
         ("mode_schedule={0: l2t} sampling.guidance=2", "sampling.guidance: 2.0 needs a run that trained joint"),
         ("mode_schedule=l2t", "mode_schedule: expected map, found 'l2t'"),
-        ("mode_schedule={'5': l2t}", "mode_schedule.5: expected whole number, found '5'"),
-        ("train.micro_batch_size=none", "train.micro_batch_size: expected whole number or null, found 'none'"),
-        ("guard.grad_norm_spike=1", "guard.grad_norm_spike: must be above 1 or null, found 1"),
+        ("train.micro_batch_size=none", "train.micro_batch_size: expected whole number, found 'none'"),
+        ("guard.grad_norm_spike=1", "guard.grad_norm_spike: must be above 1, found 1"),
         ("log.tensorboard=1", "log.tensorboard: expected true or false, found 1"),
         ("optim.lr='1e-3'", "optim.lr: expected number, found '1e-3'"),
         ("optim.lr=true", "optim.lr: expected number, found True"),
-        ("run.dir=2024-01-01", "run.dir: expected text, found datetime.date(2024, 1, 1)"),
         ("run.seed=18446744073709551616", "run.seed: must be at most 9223372036854775807, found 18446744073709551616"),
         ("loss.huber_delta=2", "loss.huber_delta: does nothing under latent: cosine, expected 1.0 or latent: huber"),
         ("optim.muon.momentum=0.5", "optim.muon: does nothing under name: adamw, expected its defaults or name: muon"),
         ("loss.text=masked_mean loss.text_weight_limit=2", "does nothing under text: masked_mean, expected null or"),
         ("mode_schedule={soon: l2t}", "mode_schedule.soon: expected whole number, found 'soon'"),
-        ("mode_schedule={1.5: l2t}", "mode_schedule.1.5: expected whole number, found 1.5"),
+        ("mode_schedule={1.5: l2t}", "mode_schedule.1.5: expected whole number, found '1.5'"),
         ("mode_schedule={-5: l2t}", "mode_schedule.-5: expected an optimizer step, at least 0, found -5"),
         ("mode_schedule={5: l2x}", "mode_schedule.5: expected 'l2t', 't2l' or 'joint' or map, found 'l2x'"),
         ("mode_schedule={5: {l2x: 1}}", "mode_schedule.5: unknown mode 'l2x', expected l2t, t2l, joint"),

@@ -117,7 +117,6 @@ EFFECTS = [
     effect("log.tensorboard", "true", "files"),
     effect("log.figures_every", "0", "validation", DRAWN),
     effect("log.figure_samples", "3", "validation", DRAWN),
-    effect("log.projector", "true", "files", DRAWN),
     effect("profile.steps", "[2, 2]", "files"),
     effect("profile.ranks", "[1]", "files", ("profile.steps=[2, 2]",)),
     effect("checkpoint.every_steps", "2", "files"),

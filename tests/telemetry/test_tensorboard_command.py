@@ -53,7 +53,7 @@ def test_the_command_shows_every_step(tmp_path: Path) -> None:
         for step in range(1, steps + 1):
             tracker.train(step, {"loss/total": 1 / step})
         tracker.validation(steps, {"validation/total": 2.5})
-        tracker.end(steps)
+        tracker.end(steps, {})
     port = free_port()
     server = subprocess.Popen(
         [sys.executable, "-m", "tensorboard.main", "--logdir", str(tmp_path), *flags.split(), "--port", str(port)],

@@ -60,7 +60,7 @@ def test_disabled_does_nothing(tmp_path, capfd):
         tracker.samples(1, [{"a": "b"}], "x")
         tracker.event("skip", 1, {})
         tracker.heartbeat(1, "saving")
-        tracker.end(1)
+        tracker.end(1, {})
         tracker.flush()
     assert not list(tmp_path.iterdir()) and capfd.readouterr() == ("", "")
 

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file, save
 
 from mmldlm import cli, train
-from tests.helpers.hostile_checkpoints import manifest_body, replace_file, seal
+from tests.helpers.changed_checkpoints import manifest_body, replace_file, seal
 from tests.helpers.user_errors import assert_user_error
 
 

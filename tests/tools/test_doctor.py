@@ -20,7 +20,6 @@ from mmldlm.config import load_config
 from mmldlm.data.store import Store
 from mmldlm.errors import UsageError
 from mmldlm.model.mmdit import count_parameters
-from mmldlm.run.factory import build_model
 from mmldlm.tools.doctor import (
     check_attention,
     check_cores,
@@ -37,6 +36,7 @@ from mmldlm.tools.doctor import (
     warn,
 )
 from tests.helpers.paths import ROOT
+from tests.helpers.small_model import build_model
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 Findings = dict[str, dict[str, str]]
@@ -163,7 +163,7 @@ def test_full_disk(doctor: Doctor, tiny_config: Path, tmp_path: Path) -> None:
 @pytest.mark.quick
 def test_disk_space_of_checkpoints_follows_the_network(tiny_config: Path, tiny_store: Path, tmp_path: Path) -> None:
     config, store = load_config(tiny_config), Store.open(tiny_store)
-    parameters = sum(count_parameters(build_model(config, store.manifest, "cpu")).values())
+    parameters = sum(count_parameters(build_model(config, store.manifest)).values())
     assert check_disk(config, store, 0).status == "ok"
     many = load_config(tiny_config, ["checkpoint.keep_last=999999999"])
     result = check_disk(many, store, 0)

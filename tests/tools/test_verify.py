@@ -12,9 +12,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save
 
 from mmldlm import cli, train
 from mmldlm.distributed.launch import read_launcher_env
@@ -24,7 +22,6 @@ from mmldlm.tools.replay import RecordedRun, advance, replay
 from mmldlm.tools.spikes import explain_main
 from tests.helpers.engine_runs import records, wait_for_step
 from tests.helpers.forked_runs import ForkedRuns
-from tests.helpers.hostile_checkpoints import manifest_body, replace_file, seal
 from tests.helpers.paths import ROOT
 from tests.helpers.tampering import FOUND_BY_HASHES, FOUND_BY_RECOMPUTATION, read_records, write_records
 from tests.helpers.tiny_config import TINY
@@ -81,20 +78,11 @@ def test_honest_run(copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_checkpoint_alone(copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its hashes, and that each tensor is there exactly once, though size and hash are those of the manifest."""
     run, _ = copies()
     folder = run / "checkpoints/step-00000008"
     assert verified(capsys, folder).endswith("step-00000008: verified\n")
     assert_user_error((verify.main([str(folder), "--all"]), capsys.readouterr().err), 2, "expected a run folder")
     assert cli.main(["checkpoints", "verify", str(run)]) == 2 and "mmldlm verify" in capsys.readouterr().err
-    layout = manifest_body(folder)["tensors"]
-    tensors = load_file(folder / "model.safetensors")
-    name = next(name for name, tensor in tensors.items() if tensor.ndim == 2)
-    replace_file(folder, "model.safetensors", save(tensors | {name: np.zeros_like(tensors[name]).flatten()}))
-    seal(folder, {**manifest_body(folder), "tensors": layout})
-    for target in (folder, run):
-        code = verify.main([str(target)])
-        assert code == 65 and name in "".join(capsys.readouterr())
     (folder / "model.safetensors").write_bytes(b"")
     assert_user_error((verify.main([str(folder)]), capsys.readouterr().err), 65, "model.safetensors")
 

@@ -31,10 +31,6 @@ ZERO3 = {**LIMITS, "LIMIT_MIB": "inf"}  # its buffers are not in proportion to s
 WIDE = ("model.depth=2", "model.width=768")  # whose gradients alone take some 60 MiB
 
 
-def limits_of(folder: Path, limits: dict[str, str]) -> dict[str, str]:
-    return {**limits, "MEMINFO": str(folder / "meminfo")}
-
-
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     groups = ("model", "optimizer")
     return {f"{group}/{name}": t for group in groups for name, t in saved_tensors(folder, group).items()}
@@ -83,7 +79,7 @@ def test_micro_batches_are_halved_once_before_the_first_step(
     engine: str, limits: dict[str, str], parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     """They fit in all steps, also in those to come with larger ones; another start takes what fits there."""
-    run, limited, limits = tmp_path / "run", int(limits["LIMITED"]), limits_of(tmp_path, limits)
+    run, limited = tmp_path / "run", int(limits["LIMITED"])
     processes = limited + 1
     given = (parity_config, *SETTINGS, f"train.global_batch_size={128 * processes}", "checkpoint.keep_steps=[2]")
     forked.succeed(engine, tmp_path / "by_hand", processes, *given, "train.micro_batch_size=64")
@@ -120,7 +116,7 @@ BUDGET = ("train.global_batch_size=256", "train.micro_batch_size=null", "train.m
 )
 def test_a_budget_is_lowered_to_what_fits(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     run, given = tmp_path / "run", (parity_config, *SETTINGS, *BUDGET)
-    limits = limits_of(tmp_path, ZERO2 if engine == "zero2" else LIMITS)
+    limits = ZERO2 if engine == "zero2" else LIMITS
     forked.succeed(engine, tmp_path / "unlimited", 2, *given)
     forked.succeed(engine, run, 2, *given, AUTO, script=SCRIPT, **limits)
     assert difference(run, tmp_path / "unlimited") < 1e-5
@@ -157,7 +153,7 @@ def test_a_sample_that_does_not_fit_ends_all_ranks(
     run, log, limits = tmp_path / "run", tmp_path / "log", {**LIMITS, **limits}
     limited = int(limits["LIMITED"])
     arguments = (parity_config, *SETTINGS, *WIDE, AUTO, "train.global_batch_size=8", *settings, f"run.dir={run}")
-    pids = forked.start(engine, arguments, limited + 1, log, SCRIPT, **limits_of(tmp_path, limits))
+    pids = forked.start(engine, arguments, limited + 1, log, SCRIPT, **limits)
     assert set(forked.wait(pids).values()) == {64}, log.read_text()[-3000:]
     cause = str(exit_record(run)["cause"])
     assert cause.startswith("train.auto_micro_batch: a micro-batch of one sample, of ") and cause in log.read_text()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -92,7 +91,7 @@ def test_a_stopped_run_goes_on_from_the_mirror_alone(
     kinds = [record["kind"] for record in read_metrics(run / "metrics.jsonl")]
     assert kinds.count("start") == kinds.count("resume") == 1
     assert {path.name for path in (mirror / "step-00000016").iterdir()} == {
-        *("complete.json", "checkpoints", "config.yaml", "data", "metrics.jsonl", "skipped_steps.jsonl", "startup.json")
+        *("checkpoints", "config.yaml", "data", "metrics.jsonl", "skipped_steps.jsonl", "startup.json")
     }
 
 
@@ -118,7 +117,7 @@ def test_a_rewound_run_does_not_go_on_with_the_copies_of_the_branch_that_it_left
 
 
 def test_two_ranks(forked: ForkedRuns, parity_config: Path, tmp_path: Path, reference: list[list[float]]) -> None:
-    """One process copies for all; a single process goes on with what two have saved."""
+    """Rank 0 copies for all; a single process goes on with what two have saved."""
     run, settings = tmp_path / "run", [parity_config, *SETTINGS, f"checkpoint.mirror={tmp_path / 'mirror'}"]
     forked.succeed("ddp", run, 2, *settings, "distributed.timeout_s=30")
     shared, copies = curve(run), steps(tmp_path / "mirror/run")
@@ -130,50 +129,6 @@ def test_two_ranks(forked: ForkedRuns, parity_config: Path, tmp_path: Path, refe
     assert [row[:2] for row in curve(run)[12:]] == [pytest.approx(row[:2], rel=1e-4) for row in reference[12:]]
 
 
-@pytest.mark.quick
-def test_mirrors_that_do_not_fit(parity_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each is refused in one line, or its damage is avoided; nothing of it is overwritten."""
-    run, mirror, small = tmp_path / "run", tmp_path / "mirror/run", ("train.steps=4", "checkpoint.every_steps=2")
-    command = [str(parity_config), *small, "validation.every=0", f"run.dir={run}"]
-    mirrored = [*command, f"checkpoint.mirror={tmp_path / 'mirror'}"]
-
-    def refused(arguments: list[str], code: int, *must_name: str) -> None:
-        before = {path: path.read_bytes() for path in mirror.rglob("*") if path.is_file()}
-        capsys.readouterr()
-        assert_user_error((train.main(arguments), capsys.readouterr().err), code, *must_name, alone=False)
-        assert before == {path: path.read_bytes() for path in mirror.rglob("*") if path.is_file()}
-
-    assert train.main(mirrored) == 0
-    refused([*mirrored, "resume=never"], 64, "checkpoint.mirror", "has step 4, expected none after 0")
-    refused([*mirrored, f"resume={run / 'checkpoints/step-00000002'}"], 64, "has step 4, expected none after 2")
-    refused([*command, f"checkpoint.mirror={tmp_path}"], 64, "where run.dir is")
-    shutil.rmtree(run)
-    refused([*mirrored, "model.width=32"], 65, "model.width is 64 in the checkpoint, 32 now")
-    shutil.rmtree(run)
-    assert train.main(command) == 0
-    refused(mirrored, 64, "has another run", "or a run.dir of another name")
-
-    # Damage of the newest copy: the one before is taken. Of all: only the user may decide to start over.
-    shutil.rmtree(run)
-    (mirror / "step-00000004/metrics.jsonl").open("a").write("{}")
-    assert train.main(mirrored) == 0
-    assert "step-00000004/metrics.jsonl is damaged" in capsys.readouterr().err
-    assert steps(mirror) == [2, 4] and "error" not in records(run)[-1], "copied again"
-    shutil.rmtree(run)
-    for copy in mirror.iterdir():
-        weights = copy / f"checkpoints/{copy.name}/model.safetensors"
-        weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    refused(mirrored, 65, "no good copy in", "step-00000004/checkpoints", "model.safetensors is damaged")
-
-    # A name that leads out of the run folder is never followed.
-    marker = mirror / "step-00000004/complete.json"
-    content = json.loads(marker.read_text())
-    (mirror / "step-00000002/complete.json").unlink()
-    for name in ("../../stolen", "/etc/stolen", "/data/stolen", "data/../../stolen", "run.lock"):
-        marker.write_text(json.dumps({**content, "files": {name: [0, ""]}}))
-        refused(mirrored, 65, f"step-00000004/{name}: not a file of a run")
-
-
 def test_connections_that_are_cut(
     forked: ForkedRuns, parity_config: Path, tmp_path: Path, store: ObjectStore, reference: list[list[float]]
 ) -> None:
@@ -181,6 +136,7 @@ def test_connections_that_are_cut(
     run, log = tmp_path / "cut", tmp_path / "log"
     with FaultyProxy(store.address, "cut") as proxy:
         settings = [parity_config, *SETTINGS, f"checkpoint.mirror=s3://{BUCKET}/runs", f"run.dir={run}"]
+        settings.append("data.num_workers=1")  # forked beside the threads of s3fs
         slow = {"STEP_S": "0.5", **store.environment(proxy.address)}
         pids = forked.start("single", settings, 1, log, "paused_steps.py", **slow)
         wait_until(lambda: bool(records(run)) or forked.wait(pids, 0) != {}, "a record of the fault")
@@ -225,7 +181,7 @@ def test_wrong_credentials(
 def test_killed_while_copying(
     forked: ForkedRuns, parity_config: Path, tmp_path: Path, store: ObjectStore, reference: list[list[float]]
 ) -> None:
-    """Kill -9 with half of an upload done: the copying process ends, and an empty disk goes on from the copy before."""
+    """Kill -9 with half of an upload done: an empty disk goes on from the copy before."""
     run, log = tmp_path / "killed", tmp_path / "log"
     settings = [parity_config, *SETTINGS, f"checkpoint.mirror=s3://{BUCKET}/runs", f"run.dir={run}"]
     with FaultyProxy(store.address) as proxy:
@@ -236,7 +192,6 @@ def test_killed_while_copying(
         wait_until(lambda: proxy.faults > 0, "a copy that has begun")
         forked.kill(pids)
         assert forked.wait(pids) == dict.fromkeys(pids, -signal.SIGKILL)
-        wait_until(lambda: not copying(run), "the end of the copying process")
         proxy.fault = ""
     assert store.complete("runs/killed") == first
     shutil.rmtree(run)
@@ -250,12 +205,6 @@ def test_killed_while_copying(
     }, "no rest of the copy that was interrupted"  # fmt: skip
 
 
-def copying(run: Path) -> list[str]:
-    """Return the processes that copy checkpoints of a run."""
-    lines = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout.splitlines()
-    return [line for line in lines if "mmldlm.checkpoint.mirror" in line and str(run) in line]
-
-
 def test_a_mirror_that_is_full(parity_config: Path, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
@@ -264,10 +213,10 @@ def test_a_mirror_that_is_full(parity_config: Path, tmp_path: Path) -> None:
         pytest.skip("no small file system can be mounted here: unshare -Urm is refused")
     run = tmp_path / "run"
     settings = f"{parity_config} {' '.join(SETTINGS)} run.dir={run} checkpoint.mirror={disk}"
-    lines = [mount, f"{sys.executable} -m mmldlm.train {settings}", f"ls {disk}/run/*/complete.json"]
+    lines = [mount, f"{sys.executable} -m mmldlm.train {settings}", f"ls {disk}/run/*/checkpoints/*/manifest.json"]
     done = subprocess.run(
         ["unshare", "-Urm", "sh", "-c", "\n".join(lines)], capture_output=True, text=True, check=False
     )
     assert [row[0] for row in curve(run)] == list(range(1, 17)), done.stderr[-3000:]
     assert "No space left on device" in records(run)[-1]["error"] and "Traceback" not in done.stderr
-    assert len(done.stdout.split("complete.json")) <= 2, "what is not whole is not complete"
+    assert len(done.stdout.split("manifest.json")) <= 2, "what is not whole is not complete"

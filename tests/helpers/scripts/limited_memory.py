@@ -79,10 +79,8 @@ def count_trials(*arguments: Any, **options: Any) -> None:
 threading.Thread.run = run_counted  # type: ignore[method-assign]
 Tensor.backward = count_trials  # type: ignore[method-assign]
 if LIMITED and "FREE_MIB" in os.environ:
-    free_kib = round(float(os.environ["FREE_MIB"]) * 1024) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    resources._MEMINFO = Path(os.environ["MEMINFO"])
-    resources._MEMINFO.write_text(f"MemTotal: {free_kib} kB\nMemAvailable: {free_kib} kB\n")
-    resources._SELF_CGROUP = Path("no control groups")
+    free_mib = float(os.environ["FREE_MIB"]) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    resources.host_memory_mib = lambda: (free_mib, free_mib)
 with allocator:
     status = train.main()
 if "FACTS" in os.environ:

@@ -16,41 +16,23 @@ from mmldlm.config import RunConfig, load_config, require_paths
 from mmldlm.errors import ConfigError, ExitCode, UsageError, exit_code_and_cause
 from mmldlm.settings.declaration import dump, leaves
 from mmldlm.settings.fields import build
-from mmldlm.settings.yaml import MAX_BYTES
 from mmldlm.tools.config import config_schema
 from mmldlm.trainer.setup import check_resume, step_plan
 
 SHARED = "run: {dir: r}\nmode: &m {l2t: 1, joint: 3}\nmode_schedule: {10: *m, 20: {<<: *m, l2t: 5}}\n"
 
-NASTY: dict[str, tuple[str | bytes, list[str]]] = {
-    "a list in itself": ("freeze: &f [*f]\noptim: {lr: *f}", []),
-    "a map in itself": ("run: &r {dir: x, run: *r}\nmode: &m {l2t: *m}", []),
-    "a map as its own key": ("&a {*a : 1}", []),
-    "a word of 1 MB": ("run: {dir: " + "x" * 2**20 + "}", []),
-    "a word of 1 MB on the command line": (b"", ["run.dir=" + "x" * 2**20]),
-    "a key of 60 KB": ("x" * 60_000 + ": 1", []),
+MALFORMED: dict[str, tuple[str | bytes, list[str]]] = {
+    "a map in itself": ("run: &r {dir: x, run: *r}", []),
+    "a word of 100 KB": ("mode: " + "x" * 100_000, ["mode=" + "x" * 100_000]),
     "thousands of unknown keys": ("".join(f"learning_rat{n}: 1\n" for n in range(3500)), []),
-    "a number of 10,000 digits": ("train: {steps: " + "9" * 10_000 + "}", []),
-    "a hexadecimal number of 10,000 digits": ("train: {steps: 0x" + "f" * 10_000 + "}", []),
-    "a key of 10,000 digits": ("? 0x" + "f" * 10_000 + "\n: 1", ["mode_schedule." + "9" * 10_000 + "=l2t"]),
-    "a whole number beyond any float": ("optim: {lr: 0x" + "f" * 400 + "}", []),
     "a seed that torch cannot take": ("run: {seed: 18446744073709551616}", []),
     "a number beyond any float": ("optim: {lr: 1e309, clip_norm: .inf}\nmode: {l2t: 1e308, t2l: 1e308}", []),
-    "a sexagesimal number beyond any float": ("a: 1" + ":1" * 5000 + ".0", []),
-    "a float that is none": ("optim: {lr: !!float ''}", []),
     "a date that is none": ("run: {dir: 2024-99-99}", []),
-    "dates and sets": ("run: {dir: 2024-01-01}\nmode: !!set {l2t, t2l}\ndata: {path: !!binary aGk=}", []),
-    "half a surrogate pair": (r'run: {dir: "\ud800"}', []),
-    "half a surrogate pair on the command line": (b"", ["run.dir=\udc80"]),
-    "a path with NUL": (r'run: {dir: "a\0b", dir2: 1}', []),
-    "a path of two lines": ('run: {dir: "a\\nb\\u2028c\\x85"}', []),
-    "a name that no folder can have": ("run: {dir: " + "x" * 300 + "}\nresume: " + "y" * 300, []),
+    "a set": ("mode: !!set {l2t, t2l}", []),
     "UTF-16": ("run: {dir: x}".encode("utf-16"), []),
     "bytes": (bytes(range(256)) * 8, []),
-    "BOM in the middle": ("run: {dir: \ufeffx}\n\ufeffdata: 1", []),
     "tabs": ("run:\n\tdir: x\n", []),
     "two documents": ("run: {dir: x}\n---\nrun: {dir: y}\n", []),
-    "a version of YAML to come": ("%YAML 9.9\n---\nrun: {dir: x}\n", []),
     "an empty assignment": (b"", ["=", "==", ".=1", "a..b=1", "run.=1", "run.dir.x=1"]),
 }  # fmt: skip
 
@@ -70,9 +52,9 @@ def outcome(path: Path | None, overrides: list[str]) -> RunConfig | None:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", NASTY)
-def test_hostile_configs(tmp_path: Path, name: str) -> None:
-    content, overrides = NASTY[name]
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_configs(tmp_path: Path, name: str) -> None:
+    content, overrides = MALFORMED[name]
     path = tmp_path / "config.yaml"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     assert outcome(path, []) is None
@@ -91,19 +73,8 @@ def test_ordinary_anchors_and_merges_still_work(tmp_path: Path) -> None:
     assert load_config(path).mode == {"l2t": 1, "joint": 2}
 
 
-@pytest.mark.quick
-def test_the_size_of_a_file_is_bounded_before_it_is_read(tmp_path: Path) -> None:
-    fitting = "run: {dir: x}\n#"
-    (tmp_path / "a.yaml").write_text(fitting + "x" * (MAX_BYTES - len(fitting)))
-    assert load_config(tmp_path / "a.yaml").run.dir == "x"
-    for endless in (tmp_path / "b.yaml", Path("/dev/zero")):
-        (tmp_path / "b.yaml").write_text(fitting + "x" * MAX_BYTES)
-        with pytest.raises(ConfigError, match=f"at most {MAX_BYTES} bytes"):
-            load_config(endless)
-
-
 VALUES: list[Any] = [
-    None, True, "", "off", "x" * 5000, "a\nb", "\ud800", 0, -1, 0.5, 2**70, 10**400, 1e308, float("inf"), float("nan"),
+    None, True, "", "off", "x" * 5000, 0, -1, 0.5, 2**70, 1e308, float("inf"), float("nan"),
     [], [[]], ["backbone"] * 50, {}, {"a": {"b": {}}}, {"l2t": 1e308, "t2l": 1e308}, {1: {2: {3: 4}}}, {-5: "l2t"},
 ]  # fmt: skip
 
@@ -134,11 +105,11 @@ def test_a_name_that_no_folder_can_have_is_no_bug() -> None:
     assert exit_code_and_cause(caught.value)[0] == ExitCode.STORAGE
 
 
-@pytest.mark.parametrize("name", ["a list in itself", "bytes", "a path of two lines"])
+@pytest.mark.parametrize("name", ["a map in itself", "bytes"])
 def test_the_command_answers_in_one_line(
     command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, name: str
 ) -> None:
-    content, overrides = NASTY[name]
+    content, overrides = MALFORMED[name]
     path = tmp_path / "config.yaml"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
     done = command("mmldlm.cli", "train", path, *overrides)
