@@ -17,11 +17,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.batch import Batch
 from mmldlm.data.batch_schedule import BatchSize
-from mmldlm.data.dataset import Split
 from mmldlm.data.micro_batches import deal, largest_micro_batches, largest_possible
 from mmldlm.data.mixture import make_sample_order
 from mmldlm.data.sampler import MixedOrder, SampleOrder
-from mmldlm.data.store import Store
+from mmldlm.data.store import Split, Store
 from mmldlm.data.workers import ignore_signals_in_worker, read_batches
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.settings.declaration import setting

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.dataset import Source, Split
 from mmldlm.data.manifest import LatentInfo, Manifest, SplitInfo
 from mmldlm.data.sampler import MixedOrder, MixturePart, SampleOrder, count_draws
-from mmldlm.data.store import Store
+from mmldlm.data.store import Source, Split, Store
 from mmldlm.errors import DataError
 from mmldlm.utils.short_repr import short_repr
 
@@ -39,12 +38,19 @@ def open_mixture(weights: dict[str, float]) -> Store:
     if len(weights) == 1:
         return Store.open(*weights)
     exact = {path: Fraction(str(weight)) for path, weight in weights.items()}  # via str, so that 0.1 is exactly 1/10
-    stores = [(Store.open(path, name), exact[path]) for path, name in _display_names(list(weights)).items()]
-    sources = [replace(store.sources[0], share=weight / sum(exact.values())) for store, weight in stores]
+    names = [Path(path).name for path in weights]
+    sources = [
+        # A store has the name of its folder in records and curves, or its path if that is ambiguous.
+        replace(
+            Store.open(path, name if names.count(name) == 1 else path).sources[0],
+            share=exact[path] / sum(exact.values()),
+        )
+        for path, name in zip(weights, names, strict=True)
+    ]
     sources.sort(key=lambda source: (-source.share, source.identity))
     for source in sources[1:]:
         _check_compatible(sources[0], source)
-    return Store.from_sources(_pooled_manifest(sources), sources, partial(open_mixture, weights))
+    return Store(_pooled_manifest(sources), sources, partial(open_mixture, weights))
 
 
 def make_sample_order(split: Split, seed: int, window: int) -> SampleOrder | MixedOrder:
@@ -68,12 +74,6 @@ def make_sample_order(split: Split, seed: int, window: int) -> SampleOrder | Mix
 def samples_per_source(count: int, split: Split) -> list[int]:
     """Divide `count` samples of a split among its sources by their shares."""
     return count_draws(count, [source.share for source in split.sources])
-
-
-def _display_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the name of each store in records and curves: its folder's name, or its path if that is ambiguous."""
-    names = [Path(path).name for path in paths]
-    return {path: name if names.count(name) == 1 else path for path, name in zip(paths, names, strict=True)}
 
 
 def _check_compatible(first: Source, other: Source) -> None:

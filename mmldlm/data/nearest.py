@@ -11,8 +11,7 @@ from difflib import SequenceMatcher
 import numpy as np
 import torch
 
-from mmldlm.data.dataset import Split
-from mmldlm.data.store import Store
+from mmldlm.data.store import Split, Store
 
 _BLOCK_SAMPLES = 8192
 _MAX_TEXTS = 100_000  # that are searched for the most similar one

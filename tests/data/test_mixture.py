@@ -284,11 +284,12 @@ def test_mixture_is_checked_before_reading(weighed: dict[str, float]) -> None:
 
 
 def test_validation_is_of_all_stores_by_their_shares(weighed: dict[str, float]) -> None:
-    split = open_data(weighed).split("validation")
+    store = open_data(weighed)
+    split = store.split("validation")
     ids = validation_ids(split, 20)
     assert len(set(ids)) == 20
     assert {name: len(rows) for name, rows in split.group_by_source(ids).items()} == {"one": 14, "two": 4, "three": 2}
     bad = [ids[0], ids[19]]
-    assert not set(bad) & set(validation_ids(split.without(sorted(bad)), 20))
+    assert not set(bad) & set(validation_ids(store.without({"validation": sorted(bad)}).split("validation"), 20))
     with pytest.raises(DataError, match="two: all 24 samples of split validation are bad"):
-        split.without(range(24, 48))
+        store.without({"validation": range(24, 48)})

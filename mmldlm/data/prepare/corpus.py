@@ -10,10 +10,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from mmldlm.data.manifest import SPLITS
 from mmldlm.data.prepare.dedup import near_duplicate_groups
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.shard_writer import SPLITS
 
 TRAIN = SPLITS.index("train")
 EXCLUDED = 255  # the split of documents that are not in the store

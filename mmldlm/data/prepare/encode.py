@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mmldlm.data.encoders import ImportedLatents, LatentEncoder
-from mmldlm.data.manifest import token_dtype
+from mmldlm.data.manifest import SPLITS, token_dtype
 from mmldlm.data.prepare.corpus import SPLITS_FOLDER, Corpus
 from mmldlm.data.prepare.documents import Document, Problem, batches
 from mmldlm.data.prepare.job import Job
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.report import DOCUMENTS, ProblemLog, StageProgress
-from mmldlm.data.shard_writer import SPLITS, ShardWriter
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.data.writer import ShardWriter
 from mmldlm.errors import DataError
 
 SHARD_SAMPLES = 100_000

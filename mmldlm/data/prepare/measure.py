@@ -9,8 +9,7 @@ import numpy as np
 
 from mmldlm.data.prepare.job import Job
 from mmldlm.data.prepare.report import StageProgress, check_losses, check_problem_budget, sum_counts
-from mmldlm.data.shard_writer import Contents, squared_deviations
-from mmldlm.data.store_writer import check_splits, error_prefix
+from mmldlm.data.writer import Contents, error_prefix, squared_deviations
 
 
 def chunk_contents(job: Job, chunk: int) -> Contents:
@@ -36,8 +35,7 @@ def latent_mean(job: Job, chunk: int, folder: Path, progress: StageProgress) -> 
     check_losses(job.config, sum_counts(job.results("encode")))
     total = sum_contents(job)
     with error_prefix(job.out):
-        check_splits(total)
-    return {"mean": total.mean(job.encoder.latent_tokens).tolist()}
+        return {"mean": total.mean(job.encoder.latent_tokens).tolist()}
 
 
 def measure_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:

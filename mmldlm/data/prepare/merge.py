@@ -12,8 +12,7 @@ from typing import Any
 from mmldlm.data.prepare.job import Job
 from mmldlm.data.prepare.measure import chunk_contents, sum_contents
 from mmldlm.data.prepare.report import PROBLEMS_FILE, loss_shares, sum_counts
-from mmldlm.data.shard_writer import Contents, latent_info
-from mmldlm.data.store_writer import error_prefix, publish, write_manifest
+from mmldlm.data.writer import Contents, error_prefix, latent_info, publish, write_manifest
 from mmldlm.utils.files import fsync
 
 

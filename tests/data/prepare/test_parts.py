@@ -19,8 +19,8 @@ from mmldlm.data.prepare.documents import Document, Part
 from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.prepare.plan import make_plan
 from mmldlm.data.prepare.readers.text import read_text, text_parts
-from mmldlm.data.shard_writer import ShardWriter
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.data.writer import ShardWriter
 from mmldlm.errors import DataError
 from tests.helpers.large_corpus import write_synthetic_corpus
 from tests.helpers.prepare_runs import FORKING

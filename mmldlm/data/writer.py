@@ -1,24 +1,44 @@
-"""`ShardWriter`: streams samples into the files of shards; `Contents`: summable totals of shards.
+"""Writing a store: shards that grow by samples, their statistics, and the manifest that makes a folder a store.
 
 Shape letters: n samples, M latent tokens of a sample, C latent channels, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from mmldlm.data.manifest import LatentInfo, ShardInfo, SplitInfo, shard_info
+from mmldlm import __version__
+from mmldlm.data.encoders import LatentEncoder
+from mmldlm.data.manifest import (
+    CHECKSUM_NAME,
+    FORMAT,
+    MANIFEST_NAME,
+    SPLITS,
+    LatentInfo,
+    Manifest,
+    ShardInfo,
+    SplitInfo,
+    shard_info,
+    token_dtype,
+)
+from mmldlm.data.store import Store
+from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo, file_info, fsync
 
-SPLITS = ("train", "validation", "test")
 TOKEN_COUNTS = "token_counts.npy"
 _BLOCK_VALUES = 1 << 22  # of a block of rows: 32 MiB in float64
+
+
+# --- shards ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -59,7 +79,7 @@ class Contents:
     @classmethod
     def load(cls, folder: Path, saved: dict[str, Any]) -> Contents:
         """Return the totals that `save` wrote to `folder` and returned as `saved`."""
-        shards = {split: [shard_info(shard) for shard in shards] for split, shards in saved["shards"].items()}
+        shards = {split: list(map(shard_info, shards)) for split, shards in saved["shards"].items()}
         counts = np.load(folder / TOKEN_COUNTS, allow_pickle=False)
         return cls(shards, saved["characters"], counts, np.array(saved["latent_sum"]), saved["max_length"])
 
@@ -67,20 +87,11 @@ class Contents:
         """Return the number of samples of a split."""
         return sum(shard.samples for shard in self.shards[split])
 
-    def split_infos(self) -> dict[str, SplitInfo]:
-        """Return the manifest's entries of the splits."""
-        return {
-            split: SplitInfo(
-                samples=self.samples(split),
-                tokens=sum(shard.tokens for shard in shards),
-                characters=self.characters[split],
-                shards=tuple(shards),
-            )
-            for split, shards in self.shards.items()
-        }
-
     def mean(self, latent_tokens: int) -> np.ndarray:
-        """Return the mean latent vector of the training split, float64 [C]."""
+        """Return the mean latent vector of the training split, float64 [C]; a split without samples is a DataError."""
+        for split in SPLITS:
+            if not self.shards[split]:
+                raise DataError(f"split {split} has no samples; expected more documents or larger fractions")
         return self.latent_sum / (self.samples("train") * latent_tokens)
 
 
@@ -196,10 +207,8 @@ class _Shard:
         """Write the final headers, close and hash the files."""
         # The number of rows is known only now; numpy's header has the same size for any number.
         for kind, file in self._files.items():
-            end = file.tell()
             file.seek(0)
             self._write_header(kind)
-            assert end - file.tell() == self._counts[kind] * self._row_bytes(kind)
         self.close()
         files: dict[str, FileInfo] = {}
         for kind in self.rows:
@@ -218,10 +227,6 @@ class _Shard:
         self._files[kind].write(np.ascontiguousarray(rows, self.rows[kind][0]).data)
         self._counts[kind] += len(rows)
 
-    def _row_bytes(self, kind: str) -> int:
-        dtype, shape = self.rows[kind]
-        return dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-
     def _write_header(self, kind: str) -> None:
         dtype, shape = self.rows[kind]
         header: dict[str, Any] = {"descr": dtype.str, "fortran_order": False, "shape": (self._counts[kind], *shape)}
@@ -237,13 +242,10 @@ def _row_blocks(folder: Path, shard: ShardInfo, kind: str) -> Iterator[np.ndarra
 
 
 def squared_deviations(folder: Path, shards: Sequence[ShardInfo], mean: np.ndarray) -> tuple[list[float], float]:
-    """Return squared deviations of the latents stored in `shards` from `mean` [C].
+    """Return squared deviations of the latents in `shards` from `mean` [C]: each shard's sum, and the largest vector's.
 
     This is a second pass over the data: one pass that subtracts the squared mean at the end would lose precision to
     cancellation.
-
-    Returns:
-        The sum over each shard, in order; and the largest squared deviation of a single latent vector.
     """
     squares, largest = [], 0.0
     for shard in shards:
@@ -259,8 +261,8 @@ def squared_deviations(folder: Path, shards: Sequence[ShardInfo], mean: np.ndarr
 def latent_info(contents: Contents, latent_tokens: int, squares: Sequence[float], largest: float) -> LatentInfo:
     """Return the statistics of the stored (rounded) latents.
 
-    `squares` and `largest` are as `squared_deviations` returns them, of all training shards in order. If all training
-    latents are equal, that is a `DataError`.
+    `squares` and `largest` are those of `squared_deviations`, of all training shards in order. If all training latents
+    are equal, that is a `DataError`.
     """
     mean = contents.mean(latent_tokens)
     channels = len(mean)
@@ -268,3 +270,97 @@ def latent_info(contents: Contents, latent_tokens: int, squares: Sequence[float]
     if not rms > 0:
         raise DataError("all training latents are equal; expected an encoder that tells texts apart")
     return LatentInfo(latent_tokens, channels, tuple(mean.tolist()), rms, float(np.sqrt(largest)) / rms)
+
+
+# --- the store ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def error_prefix(path: Path) -> Iterator[None]:
+    """Prefix the message of a DataError in the body with the path of the store."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error.__cause__
+
+
+def write_manifest(
+    folder: Path,
+    contents: Contents,
+    latent: LatentInfo,
+    tokenizer: Tokenizer,
+    encoder: LatentEncoder,
+    latent_dtype: str,
+    provenance: dict[str, Any],
+    losses: Mapping[str, float] = MappingProxyType({}),
+) -> Manifest:
+    """Write the token counts and the manifest, which is the last file of a store.
+
+    Args:
+        folder: Contains the shards, the saved tokenizer and encoder, and any other files of the store.
+        provenance: The manifest's fields sources, options, problems and grouping.
+        losses: Shares of what the tokens lose of the texts, see `report.loss_shares`.
+    """
+    np.save(folder / TOKEN_COUNTS, contents.token_counts, allow_pickle=False)
+    shard_files = {f"{s.name}.{suffix}" for shards in contents.shards.values() for s in shards for suffix in s.files}
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        # The hashes of shards are known from writing them; they are not read again.
+        if name not in shard_files and name.removesuffix(".tmp") not in (MANIFEST_NAME, CHECKSUM_NAME):
+            fsync(path)
+            files[name] = file_info(path)
+    splits = {
+        split: SplitInfo(
+            samples=contents.samples(split),
+            tokens=sum(shard.tokens for shard in shards),
+            characters=contents.characters[split],
+            shards=tuple(shards),
+        )
+        for split, shards in contents.shards.items()
+    }
+    manifest = Manifest(
+        format=FORMAT,
+        created_by=f"mmldlm {__version__}",
+        vocab_size=tokenizer.vocab_size,
+        mask_id=tokenizer.mask_id,
+        pad_id=tokenizer.pad_id,
+        max_length=contents.max_length,
+        token_dtype=token_dtype(tokenizer.vocab_size).name,
+        latent_dtype=latent_dtype,
+        latent=latent,
+        tokenizer={"sha256": tokenizer.identity, **losses},
+        encoder=encoder.identity,
+        splits=splits,
+        files=files,
+        **provenance,
+    )
+    manifest.write(folder)
+    return manifest
+
+
+def publish(folder: Path, path: Path, old: Path) -> None:
+    """Rename the finished `folder` to `path`; a store at `path` is first moved to `old` and deleted at the end."""
+    fsync(folder)
+    # Two renames, as a folder cannot be renamed onto one with files. Between them there is no store at `path`.
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)  # left by a publication that was interrupted behind its last rename
+        path.rename(old)
+    folder.rename(path)
+    fsync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def write_description(store: Store, folder: Path) -> None:
+    """Write the encoder of `store` and its manifest without samples to the existing `folder`.
+
+    `Store.open` opens the folder as a store without splits, which suffices to generate. Names of input files, which may
+    be private, are left out.
+    """
+    encoder = folder / "encoder"
+    shutil.rmtree(encoder, ignore_errors=True)
+    shutil.copytree(store.path / "encoder", encoder)
+    paths = sorted(path for path in encoder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): file_info(path) for path in paths}
+    private: dict[str, Any] = {"sources": [], "options": {}, "problems": {}, "grouping": {}}
+    replace(store.manifest, splits={}, files=files, **private).write(folder)
