@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.manifest import LatentInfo, Manifest, SplitInfo
-from mmldlm.data.sampler import MixedOrder, MixturePart, SampleOrder, count_draws
+from mmldlm.data.sampler import count_draws
 from mmldlm.data.store import Source, Split, Store
 from mmldlm.errors import DataError
 from mmldlm.utils.short_repr import short_repr
@@ -51,24 +51,6 @@ def open_mixture(weights: dict[str, float]) -> Store:
     for source in sources[1:]:
         _check_compatible(sources[0], source)
     return Store(_pooled_manifest(sources), sources, partial(open_mixture, weights))
-
-
-def make_sample_order(split: Split, seed: int, window: int) -> SampleOrder | MixedOrder:
-    """Return the order in which a run reads a split."""
-    if len(split.sources) == 1:
-        return SampleOrder(split.lengths, seed, window, skipped=split.skipped)
-    parts = [
-        MixturePart(
-            first=first,
-            count=stop - first,
-            skipped=split.skipped_in(first, stop) - first,
-            share=source.share,
-            # From the content of the store: neither its path nor its place in the mixture changes its permutations.
-            key=int(source.identity[:16], 16),
-        )
-        for source, first, stop in split.source_ranges()
-    ]
-    return MixedOrder(split.lengths, seed, parts, window)
 
 
 def samples_per_source(count: int, split: Split) -> list[int]:

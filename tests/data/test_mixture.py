@@ -17,7 +17,7 @@ import torch
 from mmldlm.config import load_config, require_paths
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.mixture import open_data
-from mmldlm.data.sampler import MixedOrder, MixturePart, SampleOrder, count_draws
+from mmldlm.data.sampler import MixedOrder, SampleOrder, StoreSamples, count_draws
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids
@@ -38,7 +38,7 @@ def mixed(weights: Sequence[float], counts: Sequence[int], window: int = 64, blo
     """An order of parts of `counts` samples, of random lengths."""
     firsts = np.cumsum([0, *counts]).tolist()
     parts = [
-        MixturePart(first, count, np.empty(0, np.int64), share, key)
+        StoreSamples(first, count, np.empty(0, np.int64), share, key)
         for key, (first, count, share) in enumerate(zip(firsts, counts, shares(weights), strict=False))
     ]
     return MixedOrder(np.random.default_rng(0).integers(1, 100, firsts[-1]), 5, parts, window, block)

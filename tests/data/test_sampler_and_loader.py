@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from mmldlm.batch import Batch
-from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.data.batch_schedule import BatchSize, deal
 from mmldlm.data.loader import DataConfig, Loader, fixed_batches
-from mmldlm.data.micro_batches import deal
 from mmldlm.data.sampler import SampleOrder, permute
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError

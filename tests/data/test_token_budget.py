@@ -14,9 +14,8 @@ import torch
 from mmldlm import train
 from mmldlm.batch import Batch
 from mmldlm.config import load_config
-from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.data.batch_schedule import BatchSize, deal, largest_micro_batches, largest_possible
 from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.micro_batches import deal, largest_micro_batches, largest_possible
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
