@@ -1,9 +1,13 @@
-"""Documents on disk between the stages of a preparation: cached by chunk, each with its split and its group."""
+"""Documents on disk between the stages of a preparation: cached by chunk, each with its split and its group.
+
+A group has documents that must be in the same split: equal texts, or texts that differ in a word or its place.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -11,7 +15,6 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from mmldlm.data.manifest import SPLITS
-from mmldlm.data.prepare.dedup import near_duplicate_groups
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.options import PrepareConfig
 
@@ -23,6 +26,10 @@ SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alon
 _DOCUMENTS, _OFFSETS = "documents", "offsets.npy"
 _MAX_GROUPS_IN_MEMORY = 1 << 22
 _SAMPLE_BITS = 20
+_MIN_WORDS = 4  # of a near-duplicate
+# Identifiers and numbers: words with a digit or underscore, dotted names, camel case, and calls.
+_NAME = re.compile(r"\S*(?:[0-9_]|\w\.\w|[a-z][A-Z]|\(\))\S*")
+_WORD = re.compile(r"#|\w+")
 
 
 class DocumentCacheWriter:
@@ -90,6 +97,91 @@ def _read_array(file: BinaryIO, header: list[Any] | None) -> np.ndarray | None:
     return np.frombuffer(content, dtype).reshape(shape)
 
 
+# --- groups and splits ----------------------------------------------------------------------------
+
+
+def exact_group(text: str) -> str:
+    """Return the key of a text's group: the same for texts that differ only in case and white space."""
+    normal = " ".join(text.casefold().split())
+    return hashlib.blake2b(normal.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+
+
+def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Group near-duplicates.
+
+    Two texts are near-duplicates if their words are equal, or, with at least 4 words each, become equal once up to one
+    word is removed from each: one is inserted, replaced or moved. Case and punctuation are ignored, and all numbers and
+    identifiers count as the same word. Groups are the transitive closure.
+
+    Returns:
+        A key for each text, equal within a group, and statistics of the groups. A key is a function of the texts of
+        its group, so it depends neither on the order of the texts nor on the other groups.
+    """
+    words = [_WORD.findall(_NAME.sub("#", text).casefold()) for text in texts]
+    signatures, owners = _signatures(words)
+    parents = np.arange(len(texts))
+
+    def root(index: int) -> int:  # union-find with path halving
+        while parents[index] != index:
+            parents[index] = parents[parents[index]]
+            index = int(parents[index])
+        return index
+
+    # Neighbors in sorted order with equal signatures are near-duplicates: no pair is compared by its words.
+    order = np.argsort(signatures, kind="stable")
+    same = np.flatnonzero(signatures[order][1:] == signatures[order][:-1])
+    for first, second in zip(owners[order][same].tolist(), owners[order][same + 1].tolist(), strict=True):
+        root_1, root_2 = root(first), root(second)
+        parents[max(root_1, root_2)] = min(root_1, root_2)
+    roots = [root(index) for index in range(len(texts))]
+    keys: dict[int, str] = {}
+    for index, key in zip(roots, map(exact_group, texts), strict=True):
+        # The smallest exact key names the group, which makes it independent of the order of the texts.
+        keys[index] = min(keys.get(index, key), key)
+    sizes = np.bincount(np.array(roots, np.int64), minlength=1)
+    largest = int(sizes.argmax())
+    statistics = {
+        "method": "one-deletion",
+        "documents": len(texts),
+        "groups": int((sizes > 0).sum()),
+        "largest_group": int(sizes[largest]),
+        "largest_group_example": min((texts[i] for i, r in enumerate(roots) if r == largest), default=""),
+    }
+    return [keys[index] for index in roots], statistics
+
+
+def _signatures(words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return 64-bit signatures uint64 [n] of texts and of texts without one word, and their texts' indices int64 [n].
+
+    The signature of a text is the sum over its words of (random number of the word) x (random odd number of the
+    position), modulo 2^64. Without a word it is the sum of the words before it at their positions, and of those after
+    it one position earlier. A chance collision among 10^6 signatures has probability 1e-7.
+    """
+    lengths = np.array([len(text) for text in words], np.int64)
+    vocabulary: dict[str, int] = {}
+    ids = np.array([vocabulary.setdefault(word, len(vocabulary)) for text in words for word in text], np.int64)
+    random = np.random.Generator(np.random.PCG64(0))
+    word_values = random.integers(0, 1 << 64, len(vocabulary), np.uint64)
+    position_values = random.integers(0, 1 << 64, int(lengths.max(initial=0)) + 1, np.uint64) | np.uint64(1)
+    owners = np.repeat(np.arange(len(words)), lengths)
+    # The place of each word within its text, [all words].
+    positions = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    # Sums up to each word over all texts. They wrap, so that differences of them are right modulo 2^64.
+    sums, shifted_sums = (
+        np.concatenate([[np.uint64(0)], np.cumsum(word_values[ids] * position_values[places], dtype=np.uint64)])
+        for places in (positions, positions - 1)
+    )
+    stops = np.cumsum(lengths)
+    starts, place = stops - lengths, np.arange(len(ids))
+    full = sums[stops] - sums[starts]
+    without_word = (sums[place] - sums[starts[owners]]) + (shifted_sums[stops[owners]] - shifted_sums[place + 1])
+    # A short text equals others only as a whole.
+    is_short = lengths < _MIN_WORDS
+    full ^= np.where(is_short, position_values[-1], np.uint64(0))
+    is_long = ~is_short[owners]
+    return np.concatenate([full, without_word[is_long]]), np.concatenate([np.arange(len(words)), owners[is_long]])
+
+
 def assign_split(group: str, config: PrepareConfig) -> int:
     """Return the index in `SPLITS` of a group of documents.
 
@@ -106,18 +198,19 @@ def hash64(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
+# --- all chunks -----------------------------------------------------------------------------------
+
+
 class Corpus:
-    """The cached chunks of a preparation.
+    """The cached chunks of a preparation; holds the splits and groups of one at a time, unless a method says otherwise.
 
-    Holds the splits and groups of one chunk at a time, unless a method says otherwise.
-
-    Args:
-        splits_folder: Where splits are stored that differ from those in `folders`: of near-duplicates, which depend on
-            other chunks, and of documents that are excluded later.
+    Splits that differ from those in `folders` are in `splits_folder`: of near-duplicates, which depend on other chunks,
+    and of documents that are excluded later.
     """
 
     def __init__(self, folders: Sequence[Path], splits_folder: Path):
         self._folders, self._splits_folder = folders, splits_folder
+        self._chunks = range(len(folders))
 
     def splits(self, chunk: int) -> np.ndarray:
         """Return the split of each document of a chunk: uint8 [n], an index in `SPLITS` or `EXCLUDED`."""
@@ -140,9 +233,6 @@ class Corpus:
     def _groups(self, chunk: int) -> np.ndarray:
         return np.load(self._folders[chunk] / GROUPS_FILE, allow_pickle=False)
 
-    def _chunks(self) -> range:
-        return range(len(self._folders))
-
     def documents(self, chunk: int) -> Iterator[tuple[int, Document]]:
         """Yield the split and the document for each document of a chunk that is not excluded."""
         documents = DocumentCache(self._folders[chunk]).documents()
@@ -153,7 +243,7 @@ class Corpus:
     def split_sizes(self) -> dict[str, int]:
         """Return the number of documents in each split."""
         sizes = np.zeros(EXCLUDED + 1, np.int64)
-        for chunk in self._chunks():
+        for chunk in self._chunks:
             sizes += np.bincount(self.splits(chunk), minlength=len(sizes))
         return dict(zip(SPLITS, sizes[: len(SPLITS)].tolist(), strict=True))
 
@@ -166,7 +256,7 @@ class Corpus:
             # Both inclusive, as 2^64 itself is no uint64.
             low, high = index * 2**64 // num_ranges, (index + 1) * 2**64 // num_ranges - 1
             parts = []
-            for chunk in self._chunks():
+            for chunk in self._chunks:
                 groups = self._groups(chunk)[self.splits(chunk) != EXCLUDED]
                 parts.append(groups[(groups >= np.uint64(low)) & (groups <= np.uint64(high))])
             sizes = np.unique(np.concatenate(parts), return_counts=True)[1]
@@ -177,10 +267,10 @@ class Corpus:
     def split_near_duplicates(self, config: PrepareConfig) -> dict[str, Any]:
         """Assign all documents, in memory, to splits again, near-duplicates to the same; return statistics."""
         keys, statistics = near_duplicate_groups(
-            [document.text for chunk in self._chunks() for _, document in self.documents(chunk)]
+            [document.text for chunk in self._chunks for _, document in self.documents(chunk)]
         )
         new_splits = iter([assign_split(key, config) for key in keys])
-        for chunk in self._chunks():
+        for chunk in self._chunks:
             splits = self.splits(chunk)
             # In the order in which the texts were collected above, without the excluded ones.
             for index in np.flatnonzero(splits != EXCLUDED).tolist():
@@ -196,12 +286,12 @@ class Corpus:
         """
         # Hashes are compared by their leading bits, whose histogram gives the threshold without sorting all hashes.
         histogram = np.zeros(1 << _SAMPLE_BITS, np.int64)
-        for chunk in self._chunks():
+        for chunk in self._chunks:
             prefixes = self._groups(chunk)[self.splits(chunk) == TRAIN] >> np.uint64(64 - _SAMPLE_BITS)
             histogram += np.bincount(prefixes.astype(np.int64), minlength=len(histogram))
         # The largest prefix range whose documents do not exceed the limit.
         threshold = int(np.searchsorted(np.cumsum(histogram), max_documents, side="right"))
-        for chunk in self._chunks():
+        for chunk in self._chunks:
             is_sampled = (self._groups(chunk) >> np.uint64(64 - _SAMPLE_BITS)).astype(np.int64) < threshold
             indices = np.flatnonzero(is_sampled & (self.splits(chunk) == TRAIN))
             yield from DocumentCache(self._folders[chunk]).documents(indices.tolist())

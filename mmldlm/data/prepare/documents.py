@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar, get_args
 
@@ -83,12 +83,9 @@ class Problem:
         return f"{self.source}:{self.line}: {self.reason}"
 
 
-Track: TypeAlias = "Callable[[Iterable[Document], str], Iterable[Document]]"  # documents, their unit in the report
-
-
-def no_tracking(documents: Iterable[Document], unit: str) -> Iterable[Document]:
-    """Return the documents without reporting progress."""
-    return documents
+DocumentStream: TypeAlias = Iterator[Document | Problem]
+# What one task reads: parts of inputs, each with its format, or the name of an embedded corpus and no format.
+Chunk: TypeAlias = tuple[tuple[str, Part], ...]
 
 
 def batches(items: Iterable[_T]) -> Iterator[list[_T]]:

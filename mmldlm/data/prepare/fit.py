@@ -26,7 +26,7 @@ from mmldlm.data.prepare.corpus import SPLITS_FOLDER, TRAIN, Corpus
 from mmldlm.data.prepare.documents import Problem, batches
 from mmldlm.data.prepare.encode import make_samples
 from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.latent_pairing import find_unusable, first_latent_shape
+from mmldlm.data.prepare.latent_pairing import find_misfits, first_latent_shape
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers.latents import LatentFile
 from mmldlm.data.prepare.report import ProblemLog, StageProgress, check_losses, check_problem_budget
@@ -46,7 +46,12 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     corpus = Corpus(folders, folder / SPLITS_FOLDER)
     # Unusable documents are excluded first: they must not decide on groups, tokenizer or encoder.
     with ProblemLog(config, folder, progress.reported) as problems:
-        for number, indices in find_unusable(latents, folders, results, problems.add).items():
+        unusable: dict[int, list[int]] = {}
+        for number, index, problem in find_misfits(latents, folders, results):
+            problems.add(problem)
+            if index is not None:
+                unusable.setdefault(number, []).append(index)
+        for number, indices in unusable.items():
             corpus.exclude(number, indices)
     check_problem_budget(config, [*results, problems.result()])
     num_documents = sum(corpus.split_sizes().values())

@@ -17,12 +17,12 @@ import re
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.prepare.documents import Document, Track, no_tracking
+from mmldlm.data.prepare.documents import Document
 
 PYTHON_DOCS, SIMPLE_DOCS = CORPORA = ("python-docs", "simple-docs")
 EXTRACTION_VERSION = 1  # recorded in stores; increment when the rules below change
@@ -77,17 +77,17 @@ def sources(corpus: str) -> list[dict[str, Any]]:
     return [{"corpus": corpus, "extraction": EXTRACTION_VERSION, **source} for source in packages]
 
 
-def read_corpus(corpus: str, track: Track = no_tracking) -> Iterator[Document]:
-    """Yield the documents of one of `CORPORA`; `track` reports progress."""
-    return read_simple_docs(track) if corpus == SIMPLE_DOCS else read_python_docs()
+def read_corpus(corpus: str, track: Callable[[Iterable[Document], str], Iterable[Document]]) -> Iterator[Document]:
+    """Yield the documents of one of `CORPORA`; `track` reports progress in a unit.
 
-
-def read_simple_docs(track: Track = no_tracking) -> Iterator[Document]:
-    """Yield the sentences of `python-docs` with at most `MAX_SIMPLE_WORDS` words, all of them common.
+    `simple-docs` are the sentences of `python-docs` with at most `MAX_SIMPLE_WORDS` words, all of them common.
 
     Common are the `NUM_COMMON_WORDS` most frequent words of `python-docs`, without case and with ties in alphabetical
     order. Near copies of earlier sentences are omitted, so that no held-out sentence has a near copy in training.
     """
+    if corpus == PYTHON_DOCS:
+        yield from read_python_docs()
+        return
     documents = list(track(read_python_docs(), "sentences"))  # most of the time
     counts = Counter(word for document in documents for word in split_words(document.text))
     common = set(sorted(counts, key=lambda word: (-counts[word], word))[:NUM_COMMON_WORDS])
