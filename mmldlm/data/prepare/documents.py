@@ -41,12 +41,14 @@ ProblemKind = Literal[
 class Part:
     """A range of one input that can be read independently of the rest.
 
-    `start` and `stop` (exclusive) are byte offsets in a text file and row indices in a table.
+    `start` and `stop` (exclusive) are byte offsets in a text file, and indices of row groups or record batches in a
+    table.
     """
 
     path: str
     start: int
     stop: int
+    first_line: int = 1  # number of the line or row at `start`
 
 
 @dataclass(frozen=True)

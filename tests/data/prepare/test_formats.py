@@ -15,9 +15,10 @@ import pytest
 from mmldlm import cli
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.inputs import find_inputs
+from mmldlm.data.prepare.job import make_plan
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.data.prepare.plan import chunk_documents, make_plan
+from mmldlm.data.prepare.read import chunk_documents
 from mmldlm.errors import DataError
 from tests.helpers.prepare_runs import Preparation, differing
 from tests.helpers.sample_corpus import small_config, write_corpus
@@ -59,7 +60,11 @@ COMPRESSORS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
 
 def documents(*inputs: Path, part_bytes: int = 1 << 26, **options: object) -> list[Document]:
     config = small_config(Path("none"), *inputs, part_bytes=part_bytes, **options)
-    read = [item for chunk in make_plan(config).chunks for item in chunk_documents(chunk, config)]
+    read = [
+        item
+        for chunk in make_plan(config).chunks
+        for item in chunk_documents(chunk, config, lambda documents, _: documents)
+    ]
     assert all(isinstance(item, Document) for item in read), read
     return [item for item in read if isinstance(item, Document)]
 

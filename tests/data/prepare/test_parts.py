@@ -15,9 +15,9 @@ import torch
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import ImportedLatents
 from mmldlm.data.prepare.corpus import DocumentCache, DocumentCacheWriter
-from mmldlm.data.prepare.documents import Document, Part
+from mmldlm.data.prepare.documents import Document
+from mmldlm.data.prepare.job import make_plan
 from mmldlm.data.prepare.pipeline import main, prepare
-from mmldlm.data.prepare.plan import make_plan
 from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.writer import ShardWriter
@@ -49,8 +49,6 @@ def test_parts_together_are_the_file(tmp_path: Path, format: str) -> None:
             order = draw.sample(parts, len(parts)) if trial % 2 else parts
             result = {part: list(read_text(part, "text", format)) for part in order}  # type: ignore[arg-type]
             assert [item for part in parts for item in result[part]] == whole
-    path.write_bytes(b"x")
-    assert [item.line for item in read_text(Part(str(path), 0, 1), "text")] == [1], "lines of the file as it was"
 
 
 @quick
