@@ -10,37 +10,29 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from mmldlm.data.store import Split
+from mmldlm.data.store import SampleLengths, Split
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6  # of the Feistel network
 
 
-def _mix(value: int) -> int:
-    """The finalizer of SplitMix64 (Steele et al. 2014): a bijection of 64-bit integers that looks random."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def _mix_array(value: np.ndarray) -> np.ndarray:
-    """`_mix` of a uint64 array; NumPy arithmetic wraps modulo 2^64 without a mask."""
+def _mix(value: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele et al. 2014): a bijection of uint64 that looks random; overflow wraps."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
 
 
-def _key(*parts: int) -> int:
-    """Return a 64-bit key that depends on all `parts` and their order."""
-    key = 0
+def _key(*parts: int) -> np.ndarray:
+    """Return a key, uint64 [1], that depends on all `parts` and their order."""
+    key = np.zeros(1, np.uint64)
     for part in parts:
-        key = _mix(key ^ (part & _MASK))
+        key = _mix(key ^ np.uint64(part & _MASK))
     return key
 
 
@@ -54,36 +46,23 @@ def permute(index: np.ndarray, n: int, seed: int, epoch: int | np.ndarray) -> np
     # Half of the bits of the permuted domain, which has 4^half >= n values.
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     bits, low = np.uint64(half), np.uint64((1 << half) - 1)
-    keys: list[Any]  # one per round: a scalar, or an array with one key per index
-    if isinstance(epoch, np.ndarray):
-        # The same keys as `_key(seed, epoch, round_)`, for an array of epochs.
-        epoch_key = _mix_array(epoch.astype(np.uint64).ravel() ^ np.uint64(_key(seed)))
-        keys = [_mix_array(epoch_key ^ np.uint64(round_)) for round_ in range(_ROUNDS)]
-    else:
-        keys = [np.uint64(_key(seed, epoch, round_)) for round_ in range(_ROUNDS)]
+    epoch_key = _mix(_key(seed) ^ np.asarray(epoch, np.int64).astype(np.uint64).ravel())
+    keys = [_mix(epoch_key ^ np.uint64(round_)) for round_ in range(_ROUNDS)]  # one of each round, for all or by index
 
-    def network(value: np.ndarray, keys: Sequence[Any]) -> np.ndarray:
+    def network(value: np.ndarray, keys: Sequence[np.ndarray]) -> np.ndarray:
         left, right = value >> bits, value & low
         # A Feistel round is invertible whatever function is mixed in, so the network is a permutation.
         for key in keys:
-            left, right = right, left ^ (_mix_array(right ^ key) & low)
+            left, right = right, left ^ (_mix(right ^ key) & low)
         return (left << bits) | right
 
     images = network(index.astype(np.uint64).ravel(), keys)
     outside = np.flatnonzero(images >= n)
     while outside.size:
         # Ends for every index: following a permutation from a value in range(n) leads back into range(n).
-        images[outside] = network(images[outside], [key[outside] if key.ndim else key for key in keys])
+        images[outside] = network(images[outside], [key[outside] if len(key) > 1 else key for key in keys])
         outside = outside[images[outside] >= n]
     return images.astype(np.int64).reshape(index.shape)
-
-
-class Lengths(Protocol):
-    """Token counts of samples by index: an array, or an object that looks them up on disk."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, indices: np.ndarray, /) -> np.ndarray: ...
 
 
 @dataclass(frozen=True)
@@ -113,7 +92,7 @@ class _WindowedOrder:
     which are shuffled. Subclasses define which samples a window holds and where it begins in the stream.
     """
 
-    def __init__(self, lengths: Lengths, seed: int, window: int, block: int):
+    def __init__(self, lengths: np.ndarray | SampleLengths, seed: int, window: int, block: int):
         assert len(lengths) and window >= 1 and block >= 1
         self.lengths, self.seed, self.window, self.block = lengths, seed, window, block
         # Steps read a window one global batch at a time: cache the current window and its neighbor.
@@ -163,7 +142,7 @@ class SampleOrder(_WindowedOrder):
 
     def __init__(
         self,
-        lengths: Lengths,
+        lengths: np.ndarray | SampleLengths,
         seed: int,
         window: int = 4096,
         block: int = 64,
@@ -223,7 +202,14 @@ class MixedOrder(_WindowedOrder):
     afterwards. `parts` are in descending order of their shares.
     """
 
-    def __init__(self, lengths: Lengths, seed: int, parts: Sequence[StoreSamples], window: int = 4096, block: int = 64):
+    def __init__(
+        self,
+        lengths: np.ndarray | SampleLengths,
+        seed: int,
+        parts: Sequence[StoreSamples],
+        window: int = 4096,
+        block: int = 64,
+    ):
         super().__init__(lengths, seed, window, block)
         self.parts = parts
         self._shares = [part.share for part in parts]
@@ -252,7 +238,8 @@ class MixedOrder(_WindowedOrder):
         for part, start, stop in zip(self.parts, starts, stops, strict=True):
             # A small store may begin several epochs in one window, each with its own permutation.
             epochs, within = np.divmod(np.arange(start, stop), len(part))
-            indices.append(part.indices(permute(within, len(part), _key(self.seed, part.key), epochs)))
+            seed = int(_key(self.seed, part.key)[0])
+            indices.append(part.indices(permute(within, len(part), seed, epochs)))
             # Midpoints of equal intervals of the window, so that sorting them spaces each store evenly.
             fractions.append((np.arange(stop - start) + 0.5) / (stop - start))
         return np.concatenate(indices)[np.argsort(np.concatenate(fractions), kind="stable")]

@@ -47,11 +47,8 @@ class LsaEncoder:
     def fit(cls, texts: Iterable[str], channels: int | None = None, seed: int = 0) -> LsaEncoder:
         """Fit an encoder to `texts`; deterministic for equal texts and seed (of the randomized SVD).
 
-        Args:
-            channels: C, the rank of the SVD; by default 64, or fewer, with a notice, if the corpus has less to tell.
-
-        Raises:
-            DataError: The corpus has fewer texts or words than `channels`.
+        `channels` is C, the rank of the SVD; by default 64, or fewer, with a notice, if the corpus has less to tell.
+        More than it has texts or words are a `DataError`.
         """
         texts = list(texts)
         frequency: Counter[str] = Counter()

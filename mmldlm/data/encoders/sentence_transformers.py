@@ -48,14 +48,11 @@ class SentenceTransformerEncoder:
         batch_size: int = 32,
         device: str | None = None,
     ):
-        """Load the model.
+        """Load the model of this name or in this folder.
 
-        Args:
-            name_or_folder: Name or folder of the model.
-            channels: C to truncate to; by default all.
-            prompt: Text to prepend to each text; E5, for example, expects "query: " or "passage: ".
-            prompt_name: One of the model's own prompts, such as "query" of Qwen3-Embedding; used without `prompt`.
-            revision: Commit of a model given by name.
+        `channels` is C to truncate to, by default all. Each text follows the `prompt`; E5, for example, expects
+        "query: " or "passage: ". Without one, `prompt_name` is that of one of the model's own prompts. `revision` is
+        the commit of a model given by name.
 
         Raises:
             UsageError: The library is not installed, or an option does not suit the model.
@@ -67,10 +64,10 @@ class SentenceTransformerEncoder:
             raise UsageError(
                 f"--encoder {self.kind}:{name_or_folder} needs sentence-transformers: pip install mmldlm[encoders]"
             ) from None
-        if revision and Path(name_or_folder).is_dir():
+        is_folder = Path(name_or_folder).is_dir()
+        if revision and is_folder:
             raise UsageError(f"--encoder-revision {revision}: {name_or_folder} is a folder, expected a model by name")
         try:
-            is_folder = Path(name_or_folder).is_dir()
             _check_modules(name_or_folder, revision)
             self._model = SentenceTransformer(
                 name_or_folder,

@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -35,7 +35,7 @@ _WORD = re.compile(r"#|\w+")
 class DocumentCacheWriter:
     """Context manager that writes documents to `folder`.
 
-    A document is a line of JSON, followed by the bytes of its tokens and latents if it has any.
+    A document is a line of JSON, followed by its tokens and its latents, as numpy saves them, if it has any.
     """
 
     def __init__(self, folder: Path):
@@ -55,16 +55,13 @@ class DocumentCacheWriter:
 
     def add(self, document: Document) -> None:
         """Append a document."""
-        arrays = [
-            None if array is None else np.ascontiguousarray(array) for array in (document.tokens, document.latents)
-        ]
-        headers = [None if array is None else [array.dtype.str, array.shape] for array in arrays]
-        line = [document.text, document.source, document.line, document.key, *headers]
+        arrays = (document.tokens, document.latents)
+        line = [document.text, document.source, document.line, document.key, *(array is not None for array in arrays)]
         self._offsets.append(self._file.tell())
         self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
         for array in arrays:
             if array is not None:
-                self._file.write(array.tobytes())
+                np.save(self._file, array, allow_pickle=False)
 
 
 class DocumentCache:
@@ -83,18 +80,10 @@ class DocumentCache:
             for index in range(len(self)) if indices is None else indices:
                 if indices is not None:
                     file.seek(self._offsets[index])
-                text, source, line, key, *headers = json.loads(file.readline().decode("utf-8", "surrogatepass"))
+                text, source, line, key, *has_array = json.loads(file.readline().decode("utf-8", "surrogatepass"))
                 # The arrays follow their line, so reading all documents in order needs no seek.
-                tokens, latents = (_read_array(file, header) for header in headers)
+                tokens, latents = (np.load(file, allow_pickle=False) if has else None for has in has_array)
                 yield Document(text, source, line, tokens=tokens, latents=latents, key=key)
-
-
-def _read_array(file: BinaryIO, header: list[Any] | None) -> np.ndarray | None:
-    if header is None:
-        return None
-    dtype, shape = np.dtype(header[0]), tuple(header[1])
-    content = file.read(dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
-    return np.frombuffer(content, dtype).reshape(shape)
 
 
 # --- groups and splits ----------------------------------------------------------------------------

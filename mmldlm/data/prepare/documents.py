@@ -66,6 +66,10 @@ class Document:
     latents: np.ndarray | None = None
     key: str = ""
 
+    def problem(self, kind: ProblemKind, reason: str) -> Problem:
+        """Return the reason why this document is not in the store."""
+        return Problem(self.source, self.line, kind, reason)
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -46,7 +46,7 @@ def _find_misshapen(folders: Sequence[Path], results: Sequence[dict[str, Any]]) 
             if document.latents is not None and shape is not None and document.latents.shape != shape:
                 latents = list(document.latents.shape)
                 reason = f"sample {document.key}: latents {latents}, expected {list(shape)} like the first sample"
-                yield chunk, index, Problem(document.source, document.line, "mismatch", reason)
+                yield chunk, index, document.problem("mismatch", reason)
 
 
 def _find_unpaired(latents: LatentFile, folders: Sequence[Path], results: Sequence[dict[str, Any]]) -> Iterator[Misfit]:

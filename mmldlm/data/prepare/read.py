@@ -119,7 +119,7 @@ def complete_documents(
             yield item, None
         elif config.imports_latents:
             reason = "has no latent, which --encoder included requires"
-            yield Problem(item.source, item.line, "no_latent", reason), None
+            yield item.problem("no_latent", reason), None
         else:
             yield replace(item, latents=None), None
 
@@ -138,10 +138,10 @@ def _decode_tokens(documents: DocumentStream, tokenizer: Tokenizer) -> DocumentS
             named = {tokenizer.mask_id: "[MASK]", tokenizer.pad_id: "[PAD]"}
             fault = named.get(token, f"not below {tokenizer.vocab_size}")
             reason = f"sample {item.key}: token {position} is {token}, {fault}; expected ids of text by --tokenizer"
-            yield Problem(item.source, item.line, "mismatch", reason)
+            yield item.problem("mismatch", reason)
         elif item.text:
             yield item
         elif (text := tokenizer.decode_batch([item.tokens.tolist()])[0]).strip():
             yield replace(item, text=text)
         else:
-            yield Problem(item.source, item.line, "empty", "its tokens decode to no text")
+            yield item.problem("empty", "its tokens decode to no text")

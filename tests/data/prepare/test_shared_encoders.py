@@ -13,9 +13,9 @@ from mmldlm import cli, train
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.inspect import verify_store
 from mmldlm.data.mixture import open_data
+from mmldlm.data.prepare.job import make_plan
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.data.prepare.plan import make_plan
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError

@@ -98,13 +98,13 @@ class LatentFile:
                     if key
                     else "no id; expected one in the field --key-field"
                 )
-                yield Problem(item.source, item.line, "no_latent", reason), None
+                yield item.problem("no_latent", reason), None
                 continue
             # A slice of one row, as `_Tensor` reads slices only.
             latents = as_latents(np.asarray(self._rows[row : row + 1])[0])
             if isinstance(latents, tuple):
                 kind, reason = latents
-                yield Problem(item.source, item.line, kind, f"{self.path}: row {row}: {reason}"), row
+                yield item.problem(kind, f"{self.path}: row {row}: {reason}"), row
             else:
                 yield replace(item, latents=latents), row
 
