@@ -110,7 +110,7 @@ class TrainConfig:
 
     def samples_before(self, step: int) -> int:
         """Return the number of samples of all optimizer steps before `step`."""
-        stages = [(first, size) for first, size, *_ in self._stages() if first < step]
+        stages = [(min(first, step), size) for first, size, *_ in self._stages()]
         # A stage ends where the next begins, the last one at `step`.
         stops = [*(first for first, _ in stages[1:]), step]
         return sum(size * (stop - first) for (first, size), stop in zip(stages, stops, strict=True))

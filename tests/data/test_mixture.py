@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import pickle
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from mmldlm.config import load_config, require_paths
 from mmldlm.data.loader import DataConfig, Loader
@@ -170,30 +168,6 @@ def test_rows_hold_the_samples_of_their_store(weighed: dict[str, float], three: 
     assert Store.open(three[0]).split("train").group_by_source([3, 2]) == [3, 2]
     again = pickle.loads(pickle.dumps(split))
     assert len(pickle.dumps(split)) < 1500 and np.array_equal(again.tokens(345), split.tokens(345))
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_world_size_reads_the_same_from_any_position(weighed: dict[str, float], workers: int) -> None:
-    store = open_data(weighed).without({"train": [2, 310, 346]})
-    config = DataConfig(num_workers=workers, window=32)
-    order = Loader(store, "train", config, 5, constant_batch_size(16, 4)).order
-    stream = order.take(0, 16 * 60)
-    assert not np.isin([2, 310, 346], stream).any() and len(order) == 344
-    latent = store.manifest.latent
-    for world in (1, 2, 4):
-        for start, stop in [(17, 23)] if workers else [(0, 40), (17, 23)]:
-            slots: dict[int, int] = {}
-            for rank in range(world):
-                loader = Loader(store, "train", config, 5, constant_batch_size(16, 4), rank, world)
-                for step, batches in loader.steps(start, stop, 16 * start):
-                    for batch in batches:
-                        assert len(batch.lengths) == 4
-                        slots.update(zip((16 * step + batch.slots).tolist(), batch.sample_ids.tolist(), strict=True))
-                        raw = store.split("train").gather(batch.sample_ids.numpy())[2]
-                        assert torch.equal(batch.latents, torch.from_numpy(latent.standardize(raw)))
-            assert [slots[place] for place in range(16 * start, 16 * stop)] == stream[16 * start : 16 * stop].tolist()
-    result = Counter(np.searchsorted([300, 340], stream, side="right").tolist())
-    assert [result[number] for number in range(3)] == count_draws(len(stream), shares((0.7, 0.2, 0.1)))
 
 
 def test_paths_and_map_order_do_not_matter(weighed: dict[str, float], three: list[Path], tmp_path: Path) -> None:

@@ -113,9 +113,8 @@ class PrepareConfig:
         return {item.name: getattr(self, item.name) for item in fields(self) if item.metadata["recorded"]}
 
     def differing(self, recorded: dict[str, Any]) -> list[str]:
-        """Return the names of options with another value in `recorded`; an absent option counts as its default."""
-        defaults = PrepareConfig().recorded()
-        return [key for key, value in self.recorded().items() if recorded.get(key, defaults[key]) != value]
+        """Return the names of options with another value in `recorded`."""
+        return [key for key, value in self.recorded().items() if recorded.get(key) != value]
 
     @property
     def imports_latents(self) -> bool:

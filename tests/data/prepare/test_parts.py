@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -158,20 +157,6 @@ def test_part_bytes_and_fit_documents(tmp_path: Path) -> None:
     assert identities[5000, 151] != identities[5000, 150]
     with pytest.raises(DataError, match="a store with other part_bytes; expected"):
         prepare(replace(config, part_bytes=6000), progress=False)
-
-
-@quick
-def test_older_stores_have_the_default_options(store_path: Path, tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus.txt")
-    config = small_config(tmp_path / "store", corpus)
-    prepare(config, progress=False)
-    path = tmp_path / "store/manifest.json"
-    result = json.loads(path.read_text())
-    del result["options"]["part_bytes"], result["options"]["fit_documents"]
-    path.write_text(json.dumps(result))
-    assert prepare(config, progress=False).options == result["options"]
-    with pytest.raises(DataError, match="a store with other fit_documents"):
-        prepare(replace(config, fit_documents=5000), progress=False)
 
 
 @quick

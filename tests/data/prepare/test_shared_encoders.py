@@ -155,17 +155,6 @@ def test_a_run_goes_on_with_more_imported_latents(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.quick
-def test_versions_need_a_name(tmp_path: Path) -> None:
-    for options, message in (
-        ({"encoder_version": "1"}, "expected a version of --latents-of NAME"),
-        ({"encoder_version": "", "latents_of": "SONAR"}, "expected a version of --latents-of NAME"),
-        ({"encoder_version": "1", "encoder": "lsa", "latent_ids": None}, "--encoder is lsa, expected included or"),
-    ):
-        with pytest.raises(UsageError, match=f"--encoder-version .*{message}"):
-            imported(tmp_path / "out", 1, **options).check()
-
-
-@pytest.mark.quick
 def test_an_embedded_corpus_takes_the_encoder_of_a_store(tiny_store: Path, tmp_path: Path) -> None:
     """Its plan names the encoder beside the packages."""
     config = PrepareConfig(str(tmp_path / "out"), corpus="simple-docs", encoder=str(tiny_store))
