@@ -22,19 +22,14 @@ from mmldlm.utils.short_repr import short_repr
 
 
 def open_data(location: str | Path | Mapping[str, float]) -> Store:
-    """Open the store at a path, or the stores of `data.mixture`, a mapping of path to weight."""
-    return open_mixture(dict(location)) if isinstance(location, Mapping) else Store.open(location)
+    """Open the store at a path, or the stores of `data.mixture` as one; incompatible ones are a `DataError`.
 
-
-def open_mixture(weights: dict[str, float]) -> Store:
-    """Open several stores as one.
-
-    The stores are ordered by share, largest first, and then by content. So samples have the same indices regardless of
-    the paths of the stores and the order of `weights`, which are proportions by path and need not sum to 1.
-
-    Raises:
-        DataError: A store cannot be opened, or two are incompatible.
+    Stores of a mixture are given as proportions by path. They are ordered by share, largest first, and then by content:
+    so samples have the same indices regardless of the paths and of the order in which they are given.
     """
+    if not isinstance(location, Mapping):
+        return Store.open(location)
+    weights = dict(location)
     if len(weights) == 1:
         return Store.open(*weights)
     exact = {path: Fraction(str(weight)) for path, weight in weights.items()}  # via str, so that 0.1 is exactly 1/10
@@ -50,7 +45,7 @@ def open_mixture(weights: dict[str, float]) -> Store:
     sources.sort(key=lambda source: (-source.share, source.identity))
     for source in sources[1:]:
         _check_compatible(sources[0], source)
-    return Store(_pooled_manifest(sources), sources, partial(open_mixture, weights))
+    return Store(_pooled_manifest(sources), sources, partial(open_data, weights))
 
 
 def samples_per_source(count: int, split: Split) -> list[int]:

@@ -246,14 +246,10 @@ class Split:
         return self.gather(np.array([index]))[2][0]
 
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Read the samples `indices` [n], in that order.
+        """Return concatenated tokens int64 [N], lengths int64 [n] and latents float32 [n, M, C] of `indices` [n].
 
-        Returns:
-            Concatenated tokens int64 [N], lengths int64 [n], and latents on the encoder's scale float32 [n, M, C].
-
-        Raises:
-            DataError: A token is outside the vocabulary or a latent is not finite; names shard and sample.
-            IndexError: The split has no such sample.
+        Latents are on the encoder's scale. A token outside the vocabulary, or a latent that is not finite, is a
+        `DataError` that names shard and sample.
         """
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of split {self.name}, which has {len(self)}")
@@ -331,7 +327,7 @@ class SampleLengths:
 
 
 class Store:
-    """An opened store: one source folder, or several compatible ones under one manifest (`mixture.open_mixture`)."""
+    """An opened store: one source folder, or several compatible ones under one manifest (`mixture.open_data`)."""
 
     def __init__(
         self,

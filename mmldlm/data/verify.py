@@ -95,11 +95,7 @@ def verify_part(
 ) -> tuple[int, list[BadSample]]:
     """Verify the `part`-th of `parts` nearly equal parts of `splits` and of the other files.
 
-    Returns:
-        The number of bad samples, and the first `keep` of them.
-
-    Raises:
-        DataError: Names the first file that is damaged.
+    Return the number of bad samples, and the first `keep` of them. The first file that is damaged is a `DataError`.
     """
     count, bad = 0, list[BadSample]()
     items = sorted(partition_items(store, parts, splits)[part])
@@ -114,8 +110,7 @@ def partition_items(
 ) -> list[list[tuple[int, int, str]]]:
     """Partition shards of `splits` and all other files into `parts` of nearly equal size, the same on every rank.
 
-    Returns:
-        The items of each part: (split, shard, name) for a shard, (number of splits, source, name) for another file.
+    Items are (split, shard, name) for a shard, and (number of splits, source, name) for another file.
     """
     sizes = {
         (len(SPLITS), number, name): info.bytes

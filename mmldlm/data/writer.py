@@ -294,12 +294,10 @@ def write_manifest(
     provenance: dict[str, Any],
     losses: Mapping[str, float] = MappingProxyType({}),
 ) -> Manifest:
-    """Write the token counts and the manifest, which is the last file of a store.
+    """Write the token counts and the manifest, which is the last file of a store, to the `folder` of all its files.
 
-    Args:
-        folder: Contains the shards, the saved tokenizer and encoder, and any other files of the store.
-        provenance: The manifest's fields sources, options, problems and grouping.
-        losses: Shares of what the tokens lose of the texts, see `report.loss_shares`.
+    `provenance` has the manifest's fields sources, options, problems and grouping, `losses` the shares of what the
+    tokens lose of the texts (`report.loss_shares`).
     """
     np.save(folder / TOKEN_COUNTS, contents.token_counts, allow_pickle=False)
     shard_files = {f"{s.name}.{suffix}" for shards in contents.shards.values() for s in shards for suffix in s.files}

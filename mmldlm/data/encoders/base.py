@@ -72,13 +72,7 @@ class ImportedLatents:
     @property
     def identity(self) -> dict[str, Any]:
         """See `LatentEncoder.identity`."""
-        return {
-            "name": self.name,
-            "revision": self.revision,
-            "prompt": None,
-            "normalisation": "l2" if self.normalize else None,
-            "dim": self.channels,
-        }
+        return make_identity(self.name, self.revision, self.channels, self.normalize)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return NaN [n, M, C], as there is no encoder for new text."""
@@ -129,6 +123,14 @@ class ChunkedEncoder:
         """See `LatentEncoder.save`."""
         self.inner.save(Path(folder) / "inner")
         write_description(Path(folder), {"kind": self.kind, "latent_tokens": self.latent_tokens})
+
+
+def make_identity(
+    name: str, revision: str | None, channels: int, normalize: bool = True, prompt: str | None = None
+) -> dict[str, Any]:
+    """Return the part of `LatentEncoder.identity` that all encoders have."""
+    normalization = "l2" if normalize else None
+    return {"name": name, "revision": revision, "prompt": prompt, "normalisation": normalization, "dim": channels}
 
 
 def normalize_rows(vectors: np.ndarray) -> np.ndarray:

@@ -22,7 +22,7 @@ from mmldlm.data.encoders.autoencoder import (
     pad_tokens,
     train_autoencoder,
 )
-from mmldlm.data.encoders.base import write_description
+from mmldlm.data.encoders.base import make_identity, write_description
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 
@@ -74,14 +74,7 @@ class LearnedEncoder:
         digest = hashlib.sha256(self._tokenizer.identity.encode())
         for name, weight in sorted(self._network.state_dict().items()):
             digest.update(name.encode() + weight.numpy().tobytes())
-        return {
-            "name": self.kind,
-            "revision": digest.hexdigest(),
-            "prompt": None,
-            "normalisation": "l2",
-            "dim": self.channels,
-            **self._options,
-        }
+        return make_identity(self.kind, digest.hexdigest(), self.channels) | self._options
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return latents float32 [n, M, C] of unit norm; NaN for texts without tokens."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmldlm.data.encoders.base import normalize_rows, write_description
+from mmldlm.data.encoders.base import make_identity, normalize_rows, write_description
 from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.files import write_atomically
 
@@ -105,13 +105,7 @@ class SentenceTransformerEncoder:
     @property
     def identity(self) -> dict[str, Any]:
         """See `LatentEncoder.identity`."""
-        return {
-            "name": self.name,
-            "revision": self._revision(),
-            "prompt": self.prompt,
-            "normalisation": "l2" if self.normalize else None,
-            "dim": self.channels,
-        }
+        return make_identity(self.name, self._revision(), self.channels, self.normalize, self.prompt)
 
     def _revision(self) -> str | None:
         """Return a hash of a local folder's files, or the commit of a downloaded model if known."""

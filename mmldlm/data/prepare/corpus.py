@@ -96,15 +96,12 @@ def exact_group(text: str) -> str:
 
 
 def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Group near-duplicates.
+    """Return a key for each text, equal for near-duplicates, and statistics of the groups.
 
     Two texts are near-duplicates if their words are equal, or, with at least 4 words each, become equal once up to one
     word is removed from each: one is inserted, replaced or moved. Case and punctuation are ignored, and all numbers and
-    identifiers count as the same word. Groups are the transitive closure.
-
-    Returns:
-        A key for each text, equal within a group, and statistics of the groups. A key is a function of the texts of
-        its group, so it depends neither on the order of the texts nor on the other groups.
+    identifiers count as the same word. Groups are the transitive closure. A key is a function of the texts of its
+    group, so it depends neither on the order of the texts nor on the other groups.
     """
     words = [_WORD.findall(_NAME.sub("#", text).casefold()) for text in texts]
     signatures, owners = _signatures(words)

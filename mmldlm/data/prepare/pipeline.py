@@ -49,13 +49,8 @@ STAGES = (
 def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTERVAL_S) -> Manifest:
     """Make the store `config.out`, and return its manifest; at once if it exists with the same options and sources.
 
-    Progress is reported on stderr, where that is no terminal every `interval` seconds.
-
-    Raises:
-        UsageError: Options make no sense.
-        DataError: Input cannot be used, a split has no samples, or the store or its staging folder holds other data.
-        RunInUseError: Another process prepares the same store.
-        PeerLostError: A worker process died; the same command continues.
+    Progress is reported on stderr, where that is no terminal every `interval` seconds. That another process prepares
+    the same store is a `RunInUseError`, that a worker process died a `PeerLostError`; the same command then continues.
     """
     config.check()
     threads = torch.get_num_threads()

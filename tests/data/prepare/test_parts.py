@@ -105,6 +105,8 @@ def test_shards_are_what_numpy_saves(tmp_path: Path, shard_samples: int) -> None
         for start in range(0, 23, 4):
             part = slice(start, start + 4)
             writer.add("train", samples[part], latents[part], [3] * len(samples[part]))
+        for split in ("validation", "test"):
+            writer.add(split, samples[:1], latents[:1], [3])
         contents = writer.finish()
     sizes = [min(shard_samples, 23 - start) for start in range(0, 23, shard_samples)]
     assert [shard.samples for shard in contents.shards["train"]] == sizes

@@ -31,12 +31,7 @@ class LatentFile:
     """
 
     def __init__(self, path: Path | str, ids: str | None = None):
-        """Open the file and read the ids.
-
-        Raises:
-            DataError: A file cannot be read, the counts differ or an id occurs twice.
-            UsageError: The suffix is unknown, or `ids` is missing, or superfluous as for `.parquet`.
-        """
+        """Open the file and read the ids; DataError if a file cannot be read, counts differ or an id occurs twice."""
         self.path, self.by_position = Path(path), ids == POSITION
         self._ids = None if ids is None or self.by_position else Path(ids)
         suffix = self.path.suffix
