@@ -162,10 +162,7 @@ class Loader:
 
     def read(self, position: int, size: BatchSize, rank: int) -> list[Batch]:
         """Read the micro-batches of any rank of the step that begins at `position`, in this process; not corrupted."""
-        batches = self._dataset.read(position, size, rank)
-        if isinstance(batches, DataError):
-            raise batches
-        return batches
+        return self._dataset.read(position, size, rank)
 
     def read_slots(self, position: int, size: BatchSize, slots: np.ndarray) -> list[Batch]:
         """Read some slots of the step that begins at `position`, in micro-batches; not corrupted."""
@@ -274,21 +271,20 @@ class _StepDataset(Dataset):
         return samples, lengths
 
     def __getitem__(self, request: _StepRequest) -> list[Batch] | DataError:
-        batches = self.read(request.position, request.size, self.rank)
-        if self.corrupt is None or isinstance(batches, DataError):
-            return batches
-        return self.corrupt(request.step, request.size.global_batch_size, batches)
+        try:
+            batches = self.read(request.position, request.size, self.rank)
+        except DataError as error:
+            return error
+        return self.corrupt(request.step, request.size.global_batch_size, batches) if self.corrupt else batches
 
-    def read(self, position: int, size: BatchSize, rank: int) -> list[Batch] | DataError:
+    def read(self, position: int, size: BatchSize, rank: int) -> list[Batch]:
         try:
             samples, lengths = self.take(position, size.global_batch_size)
             micro_batches = deal(lengths, size, self.world_size, self.latent_tokens)
             slots_of_rank = [np.ascontiguousarray(slots[:, rank]) for slots in micro_batches]
             return [collate(self.split, samples[slots], slots) for slots in slots_of_rank]
-        except DataError as error:
-            return error
         except OSError as error:
-            return DataError(f"{error.filename or 'the data'}: cannot be read: {error}")
+            raise DataError(f"{error.filename or 'the data'}: cannot be read: {error}") from None
 
 
 def _stand_ins(split: Split, left_out: Sequence[str]) -> dict[int, int]:

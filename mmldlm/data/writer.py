@@ -8,10 +8,10 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -95,6 +95,34 @@ class Contents:
         return self.latent_sum / (self.samples("train") * latent_tokens)
 
 
+class _GrowingArray:
+    """A `.npy` file to which rows are appended."""
+
+    def __init__(self, path: Path, dtype: np.dtype, row_shape: tuple[int, ...] = ()):
+        self.path, self.num_rows = path, 0
+        self._dtype, self._row_shape = dtype, row_shape
+        self.file = path.open("wb")
+        self._write_header()
+
+    def append(self, rows: np.ndarray) -> None:
+        self.file.write(np.ascontiguousarray(rows, self._dtype).data)
+        self.num_rows += len(rows)
+
+    def finish(self) -> FileInfo:
+        """Write the final header, and close and hash the file."""
+        # The number of rows is known only now; numpy's header has the same size for any number.
+        self.file.seek(0)
+        self._write_header()
+        self.file.close()
+        fsync(self.path)
+        return file_info(self.path)
+
+    def _write_header(self) -> None:
+        shape = (self.num_rows, *self._row_shape)
+        header: dict[str, Any] = {"descr": self._dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+
 class ShardWriter:
     """Writes the shards of all splits into `folder`; use as a context manager and call `finish()` at the end.
 
@@ -110,22 +138,18 @@ class ShardWriter:
         latent_dtype: np.dtype,
         shard_samples: int,
     ):
-        self.folder, self.shard_samples, self.latent_dtype = folder, shard_samples, latent_dtype
-        self._rows: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
-            "tokens": (token_dtype, ()),
-            "offsets": (np.dtype(np.int64), ()),
-            "latents": (latent_dtype, latent_shape),
-            "characters": (np.dtype(np.int32), ()),
-        }
+        self.folder, self.shard_samples = folder, shard_samples
+        self.latent_shape, self.token_dtype, self.latent_dtype = latent_shape, token_dtype, latent_dtype
         self._contents = Contents.empty(vocab_size, latent_shape[1])
-        self._open: dict[str, _Shard] = {}
+        self._open: dict[str, dict[str, _GrowingArray]] = {}  # arrays of the current shard, by split
 
     def __enter__(self) -> ShardWriter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for shard in self._open.values():
-            shard.close()
+        for arrays in self._open.values():
+            for array in arrays.values():
+                array.file.close()
 
     def add(self, split: str, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
         """Append n samples, of ids (at least one each) and latents [n, M, C] on the encoder's scale, to a split.
@@ -141,96 +165,51 @@ class ShardWriter:
             raise DataError(f"a latent of split {split} is not finite as {self.latent_dtype}; try float32")
         start = 0
         while start < len(tokens):
-            if split not in self._open:
-                name = f"{split}-{len(self._contents.shards[split]):05d}"
-                self._open[split] = _Shard(self.folder, name, self._rows)
-            shard = self._open[split]
-            part = slice(start, start + self.shard_samples - shard.samples)
-            shard.add(tokens[part], stored[part], characters[part])
-            start += len(tokens[part])
-            if shard.samples == self.shard_samples:
-                self._close(split)
+            arrays = self._open.get(split) or self._begin_shard(split)
+            part = slice(start, start + self.shard_samples - arrays["characters"].num_rows)
+            # Before the tokens are appended: their count so far is the start of these samples.
+            ends = np.cumsum([len(sample) for sample in tokens[part]])
+            arrays["offsets"].append(arrays["tokens"].num_rows + ends)
+            arrays["tokens"].append(np.concatenate(tokens[part]))
+            arrays["latents"].append(stored[part])
+            arrays["characters"].append(np.asarray(characters[part]))
+            start += len(ends)
+            if arrays["characters"].num_rows == self.shard_samples:
+                self._finish_shard(split)
 
     def finish(self) -> Contents:
         """Complete all open shards and return the totals."""
         for split in list(self._open):
-            self._close(split)
+            self._finish_shard(split)
         return self._contents
 
-    def _close(self, split: str) -> None:
-        shard, contents = self._open.pop(split), self._contents
-        info = shard.finish()
+    def _begin_shard(self, split: str) -> dict[str, _GrowingArray]:
+        prefix = self.folder / f"{split}-{len(self._contents.shards[split]):05d}"
+        arrays = self._open[split] = {
+            "tokens": _GrowingArray(Path(f"{prefix}.tokens.npy"), self.token_dtype),
+            "offsets": _GrowingArray(Path(f"{prefix}.offsets.npy"), np.dtype(np.int64)),
+            "latents": _GrowingArray(Path(f"{prefix}.latents.npy"), self.latent_dtype, self.latent_shape),
+            "characters": _GrowingArray(Path(f"{prefix}.characters.npy"), np.dtype(np.int32)),
+        }
+        arrays["offsets"].append(np.zeros(1))  # `add` appends the end of each sample, so there are samples + 1
+        return arrays
+
+    def _finish_shard(self, split: str) -> None:
+        arrays, contents = self._open.pop(split), self._contents
+        files = {array.path.name.partition(".")[2]: array.finish() for array in arrays.values()}
+        name = arrays["tokens"].path.name.partition(".")[0]
+        info = ShardInfo(name, arrays["characters"].num_rows, arrays["tokens"].num_rows, files)
         contents.shards[split].append(info)
-        contents.characters[split] += shard.characters
-        contents.max_length = max(contents.max_length, shard.max_length)
         # Read back in blocks of fixed size: sums of floats then do not depend on how many samples each `add` brought.
+        for characters in _row_blocks(self.folder, info, "characters"):
+            contents.characters[split] += int(characters.sum(dtype=np.int64))
+        lengths = np.diff(np.load(arrays["offsets"].path, mmap_mode="r", allow_pickle=False))
+        contents.max_length = max(contents.max_length, int(lengths.max()))
         if split == "train":
             for tokens in _row_blocks(self.folder, info, "tokens"):
                 contents.token_counts += np.bincount(tokens, minlength=len(contents.token_counts))
             for latents in _row_blocks(self.folder, info, "latents"):
                 contents.latent_sum += latents.sum(axis=(0, 1), dtype=np.float64)
-
-
-@dataclass
-class _Shard:
-    """The four open files of a shard that is being written."""
-
-    folder: Path
-    name: str
-    rows: dict[str, tuple[np.dtype, tuple[int, ...]]]  # type and shape of a row, by kind of file
-    samples: int = 0
-    characters: int = 0
-    max_length: int = 0
-    _files: dict[str, BinaryIO] = field(default_factory=dict)
-    _counts: dict[str, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for kind in self.rows:
-            self._files[kind] = self._path(kind).open("wb")
-            self._counts[kind] = 0
-            self._write_header(kind)
-        # The first offset; `add` appends the end of each sample, so there are samples + 1.
-        self._append("offsets", np.zeros(1))
-
-    def add(self, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
-        lengths = np.array([len(sample) for sample in tokens], np.int64)
-        # Before the tokens are appended: their count so far is the start of these samples.
-        self._append("offsets", self._counts["tokens"] + np.cumsum(lengths))
-        self._append("tokens", np.concatenate(tokens))
-        self._append("latents", latents)
-        self._append("characters", np.asarray(characters))
-        self.samples += len(tokens)
-        self.characters += sum(characters)
-        self.max_length = max(self.max_length, int(lengths.max()))
-
-    def finish(self) -> ShardInfo:
-        """Write the final headers, close and hash the files."""
-        # The number of rows is known only now; numpy's header has the same size for any number.
-        for kind, file in self._files.items():
-            file.seek(0)
-            self._write_header(kind)
-        self.close()
-        files: dict[str, FileInfo] = {}
-        for kind in self.rows:
-            fsync(self._path(kind))
-            files[f"{kind}.npy"] = file_info(self._path(kind))
-        return ShardInfo(self.name, self.samples, self._counts["tokens"], files)
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-
-    def _path(self, kind: str) -> Path:
-        return self.folder / f"{self.name}.{kind}.npy"
-
-    def _append(self, kind: str, rows: np.ndarray) -> None:
-        self._files[kind].write(np.ascontiguousarray(rows, self.rows[kind][0]).data)
-        self._counts[kind] += len(rows)
-
-    def _write_header(self, kind: str) -> None:
-        dtype, shape = self.rows[kind]
-        header: dict[str, Any] = {"descr": dtype.str, "fortran_order": False, "shape": (self._counts[kind], *shape)}
-        np.lib.format.write_array_header_1_0(self._files[kind], header)
 
 
 def _row_blocks(folder: Path, shard: ShardInfo, kind: str) -> Iterator[np.ndarray]:

@@ -64,26 +64,17 @@ class DocumentCacheWriter:
                 np.save(self._file, array, allow_pickle=False)
 
 
-class DocumentCache:
-    """The documents that a `DocumentCacheWriter` wrote to `folder`."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._offsets = np.load(folder / _OFFSETS, mmap_mode="r", allow_pickle=False)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def documents(self, indices: Iterable[int] | None = None) -> Iterator[Document]:
-        """Yield all documents, or those at `indices`."""
-        with (self.folder / _DOCUMENTS).open("rb") as file:
-            for index in range(len(self)) if indices is None else indices:
-                if indices is not None:
-                    file.seek(self._offsets[index])
-                text, source, line, key, *has_array = json.loads(file.readline().decode("utf-8", "surrogatepass"))
-                # The arrays follow their line, so reading all documents in order needs no seek.
-                tokens, latents = (np.load(file, allow_pickle=False) if has else None for has in has_array)
-                yield Document(text, source, line, tokens=tokens, latents=latents, key=key)
+def cached_documents(folder: Path, indices: Iterable[int] | None = None) -> Iterator[Document]:
+    """Yield all documents that a `DocumentCacheWriter` wrote to `folder`, or those at `indices`."""
+    offsets = np.load(folder / _OFFSETS, mmap_mode="r", allow_pickle=False)
+    with (folder / _DOCUMENTS).open("rb") as file:
+        for index in range(len(offsets)) if indices is None else indices:
+            if indices is not None:
+                file.seek(offsets[index])
+            text, source, line, key, *has_array = json.loads(file.readline().decode("utf-8", "surrogatepass"))
+            # The arrays follow their line, so reading all documents in order needs no seek.
+            tokens, latents = (np.load(file, allow_pickle=False) if has else None for has in has_array)
+            yield Document(text, source, line, tokens=tokens, latents=latents, key=key)
 
 
 # --- groups and splits ----------------------------------------------------------------------------
@@ -221,7 +212,7 @@ class Corpus:
 
     def documents(self, chunk: int) -> Iterator[tuple[int, Document]]:
         """Yield the split and the document for each document of a chunk that is not excluded."""
-        documents = DocumentCache(self._folders[chunk]).documents()
+        documents = cached_documents(self._folders[chunk])
         for split, document in zip(self.splits(chunk).tolist(), documents, strict=True):
             if split != EXCLUDED:
                 yield split, document
@@ -280,4 +271,4 @@ class Corpus:
         for chunk in self._chunks:
             is_sampled = (self._groups(chunk) >> np.uint64(64 - _SAMPLE_BITS)).astype(np.int64) < threshold
             indices = np.flatnonzero(is_sampled & (self.splits(chunk) == TRAIN))
-            yield from DocumentCache(self._folders[chunk]).documents(indices.tolist())
+            yield from cached_documents(self._folders[chunk], indices.tolist())

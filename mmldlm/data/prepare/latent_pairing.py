@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.corpus import DocumentCache
+from mmldlm.data.prepare.corpus import cached_documents
 from mmldlm.data.prepare.documents import Problem
 from mmldlm.data.prepare.readers.latents import LatentFile
 
@@ -42,7 +42,7 @@ def _find_misshapen(folders: Sequence[Path], results: Sequence[dict[str, Any]]) 
     for chunk, (folder, result) in enumerate(zip(folders, results, strict=True)):
         if all(tuple(other) == shape for other in result["shapes"]):
             continue
-        for index, document in enumerate(DocumentCache(folder).documents()):
+        for index, document in enumerate(cached_documents(folder)):
             if document.latents is not None and shape is not None and document.latents.shape != shape:
                 latents = list(document.latents.shape)
                 reason = f"sample {document.key}: latents {latents}, expected {list(shape)} like the first sample"

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import ImportedLatents
-from mmldlm.data.prepare.corpus import DocumentCache, DocumentCacheWriter
+from mmldlm.data.prepare.corpus import DocumentCacheWriter, cached_documents
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.job import make_plan
 from mmldlm.data.prepare.pipeline import main, prepare
@@ -80,11 +80,9 @@ def test_cached_documents_come_back(tmp_path: Path) -> None:
     with DocumentCacheWriter(tmp_path) as writer:
         for document in documents:
             writer.add(document)
-    cache = DocumentCache(tmp_path)
-    assert len(cache) == 5
     for numbers in (None, [4, 1, 2], []):
         wanted = documents if numbers is None else [documents[number] for number in numbers]
-        result = list(cache.documents(numbers))
+        result = list(cached_documents(tmp_path, numbers))
         assert len(result) == len(wanted)
         for one, other in zip(result, wanted, strict=True):
             assert (one.text, one.source, one.line, one.key) == (other.text, other.source, other.line, other.key)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -20,6 +21,7 @@ from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.files import sha256
 
 POSITION = "position"  # instead of a file of ids: row i belongs to the i-th document
+_FLOATS = ("F16", "F32", "F64")
 _IDS_REQUIRED = "--latent-ids FILE, or --latent-ids position where row i belongs to the i-th document"
 
 
@@ -46,13 +48,12 @@ class LatentFile:
             )
         if suffix not in (".npy", ".safetensors", ".parquet"):
             raise UsageError(f"--encoder precomputed:{self.path}: expected .npy, .safetensors or .parquet")
-        names: list[str] = []
-        self._rows: np.ndarray | _Tensor
-        if suffix == ".parquet":
-            names, self._rows = read_latent_table(self.path)
+        self._rows: Any  # [n, C] or [n, M, C]
+        if suffix == ".safetensors":
+            self._rows, shape = _open_tensor(self.path)
         else:
-            self._rows = map_array(self.path) if suffix == ".npy" else _Tensor(self.path)
-        shape = tuple(self._rows.shape)
+            names, self._rows = read_latent_table(self.path) if suffix == ".parquet" else ([], map_array(self.path))
+            shape = self._rows.shape
         if len(shape) not in (2, 3) or 0 in shape:
             raise DataError(f"{self.path}: shape {list(shape)}, expected [n, C] or [n, M, C]")
         self.shape: tuple[int, int] = (shape[1], shape[2]) if len(shape) == 3 else (1, shape[1])
@@ -95,7 +96,7 @@ class LatentFile:
                 )
                 yield item.problem("no_latent", reason), None
                 continue
-            # A slice of one row, as `_Tensor` reads slices only.
+            # A slice of one row, as safetensors reads slices only.
             latents = as_latents(np.asarray(self._rows[row : row + 1])[0])
             if isinstance(latents, tuple):
                 kind, reason = latents
@@ -129,28 +130,19 @@ def map_array(path: Path) -> np.ndarray:
     return array
 
 
-class _Tensor:
-    """The tensor `latents`, or the only tensor, of a safetensors file; slices are read without the rest."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        try:
-            self._file = safe_open(str(path), framework="numpy")
-            names = list(self._file.keys())
-            if "latents" not in names and len(names) != 1:
-                raise DataError(f"{path}: tensors {', '.join(sorted(names)[:8]) or 'none'}, expected 'latents'")
-            self._slice = self._file.get_slice("latents" if "latents" in names else names[0])
-            self.shape = tuple(self._slice.get_shape())
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{path}: not readable as safetensors ({error})") from None
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        try:
-            return self._slice[rows]
-        except (SafetensorError, TypeError) as error:  # a type that NumPy lacks, such as bfloat16
-            raise DataError(
-                f"{self._path}: cannot read row {rows.start} ({error}); expected float16 or float32"
-            ) from None
+def _open_tensor(path: Path) -> tuple[Any, tuple[int, ...]]:
+    """Return the tensor `latents`, or the only tensor, of a safetensors file, read slice by slice, and its shape."""
+    try:
+        file = safe_open(str(path), framework="numpy")
+        names = list(file.keys())
+        if "latents" not in names and len(names) != 1:
+            raise DataError(f"{path}: tensors {', '.join(sorted(names)[:8]) or 'none'}, expected 'latents'")
+        rows = file.get_slice("latents" if "latents" in names else names[0])
+        if rows.get_dtype() not in _FLOATS:  # of which numpy has no other
+            raise DataError(f"{path}: the latents are {rows.get_dtype()}, expected {' or '.join(_FLOATS)}")
+        return rows, tuple(rows.get_shape())
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path}: not readable as safetensors ({error})") from None
 
 
 def _read_ids(path: Path) -> list[str]:

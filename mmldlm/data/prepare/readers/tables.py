@@ -7,7 +7,7 @@ Each format is a pair of functions: `*_parts` cuts an input into parts of whole 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -167,47 +167,41 @@ def _join(path: str, groups: Iterable[tuple[int, int]], target_bytes: int) -> li
 
 def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -> list[str]:
     """Return the names of the columns to read. The text column may be missing if there are tokens."""
-    types = pyarrow().types
     # Columns that are not asked for share the key None, which is skipped below.
-    kinds = {
-        field: ("text", lambda kind: _is_text(types, kind)),
-        columns.tokens: ("lists of integers", lambda kind: _is_list(types, kind, types.is_integer, 1)),
-        columns.latents: ("lists of floats", lambda kind: _is_list(types, kind, types.is_floating, 2)),
-        columns.key: ("text or integers", lambda kind: _is_text(types, kind) or types.is_integer(kind)),
+    expected_kinds = {
+        field: ("text", {"text"}),
+        columns.tokens: ("lists of integers", {"list of integer"}),
+        columns.latents: ("lists of floats", {"list of float", "list of list of float"}),
+        columns.key: ("text or integers", {"text", "integer"}),
     }
     names = []
-    for name, (expected, is_expected) in kinds.items():
+    for name, (expected, kinds) in expected_kinds.items():
         if name is None or (name == field and columns.tokens and field not in schema.names):
             continue
         if name not in schema.names:
             raise DataError(f"{path}: no column {name!r}, found {', '.join(map(repr, schema.names[:12])) or 'none'}")
-        kind = _storage_type(schema.field(name).type)
-        if not is_expected(kind):
-            raise DataError(f"{path}: column {name!r} is {kind}, expected {expected}")
+        column_type = _storage_type(schema.field(name).type)
+        if _kind(column_type) not in kinds:
+            raise DataError(f"{path}: column {name!r} is {column_type}, expected {expected}")
         names.append(name)
     return names
 
 
-def _storage_type(kind: Any) -> Any:
+def _storage_type(column_type: Any) -> Any:
     """Return the type that is stored under an extension type, such as those of `datasets`."""
-    return getattr(kind, "storage_type", kind)
+    return getattr(column_type, "storage_type", column_type)
 
 
-def _is_text(types: Any, kind: Any) -> bool:
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    return any(is_kind(kind) for is_kind in (types.is_string, types.is_large_string, types.is_string_view))
-
-
-def _item_type(types: Any, kind: Any) -> Any | None:
-    """Return the type of the items of a list type, None for other types."""
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return _storage_type(kind.value_type) if is_list else None
-
-
-def _is_list(types: Any, kind: Any, is_item: Callable[[Any], bool], depth: int) -> bool:
-    """Return whether `kind` is a type of lists, nested at most `depth` deep, of items that fulfill `is_item`."""
-    items = _item_type(types, kind)
-    return items is not None and (is_item(items) or (depth > 1 and _is_list(types, items, is_item, depth - 1)))
+def _kind(column_type: Any) -> str:
+    """Return what a column holds: text, integer, float, a list of these, or something else."""
+    types, column_type = pyarrow().types, _storage_type(column_type)
+    if types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type):
+        return f"list of {_kind(column_type.value_type)}"
+    if types.is_integer(column_type) or types.is_floating(column_type):
+        return "integer" if types.is_integer(column_type) else "float"
+    text_type = column_type.value_type if types.is_dictionary(column_type) else column_type
+    is_text = types.is_string(text_type) or types.is_large_string(text_type) or types.is_string_view(text_type)
+    return "text" if is_text else "other"
 
 
 def _documents(part: Part, batches: Iterable[Any], field: str, columns: Columns) -> DocumentStream:
@@ -226,7 +220,7 @@ def _documents(part: Part, batches: Iterable[Any], field: str, columns: Columns)
 def _values(column: Any) -> Any:
     """Return Python values of a column, except lists (Arrow scalars) and text that is not UTF-8 (the exception)."""
     column = getattr(column, "storage", column)
-    if _item_type(pyarrow().types, column.type) is not None:
+    if _kind(column.type).startswith("list"):
         return column
     try:
         return column.to_pylist()
@@ -279,7 +273,7 @@ def _to_array(value: Any) -> np.ndarray | None:
     if items is None:
         return None
     items = getattr(items, "storage", items)
-    if _item_type(pyarrow().types, items.type) is None:
+    if not _kind(items.type).startswith("list"):
         return items.to_numpy(zero_copy_only=False)
     rows = [_to_array(item) for item in items]
     lengths = {None if row is None else len(row) for row in rows}
