@@ -12,9 +12,8 @@ import numpy as np
 
 from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.manifest import MANIFEST_NAME, Manifest, token_dtype
-from mmldlm.data.shard_writer import ShardWriter, latent_info, squared_deviations
-from mmldlm.data.store_writer import check_splits, error_prefix, publish, write_manifest
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.data.writer import ShardWriter, error_prefix, latent_info, publish, squared_deviations, write_manifest
 from mmldlm.errors import DataError
 
 
@@ -98,7 +97,6 @@ class StoreWriter:
         self.encoder.save(self.folder / "encoder")
         contents = self._shards.finish()
         with error_prefix(self.path):
-            check_splits(contents)
             latent_tokens = self.encoder.latent_tokens
             squares, largest = squared_deviations(self.folder, contents.shards["train"], contents.mean(latent_tokens))
             latent = latent_info(contents, latent_tokens, squares, largest)

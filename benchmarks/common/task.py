@@ -19,15 +19,14 @@ import torch
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config
-from mmldlm.data.batch_schedule import BatchSize
-from mmldlm.data.dataset import Split
+from mmldlm.data.batch_schedule import BatchSize, deal
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.loader import collate
 from mmldlm.data.manifest import MANIFEST_NAME
-from mmldlm.data.micro_batches import deal
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.readers.python_docs import read_python_docs
 from mmldlm.data.sampler import SampleOrder
+from mmldlm.data.store import Split
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.utils.files import write_atomically
 

@@ -1,13 +1,13 @@
-"""Inspection of a store for `mmldlm data`: its statistics, its verification, and examples of its samples.
+"""`mmldlm data info|verify|sample STORE`: statistics of a store, its verification, and examples of its samples.
 
 Shape letters: n samples, M latent tokens of a sample, C latent channels.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -16,15 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.dataset import Split
-from mmldlm.data.encoders import load_encoder
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, checksum_line, describe_losses
-from mmldlm.data.nearest import latent_blocks, nearest_neighbors
-from mmldlm.data.shard_writer import squared_deviations
-from mmldlm.data.store import Store
+from mmldlm.data.nearest import nearest_neighbors
+from mmldlm.data.store import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.data.verify import partition_items, verify_items
-from mmldlm.errors import DataError
+from mmldlm.data.verify import partition_items, verify_item
+from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.files import sha256
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
@@ -33,6 +30,7 @@ _MAX_NORM_SAMPLES = 10_000  # samples per split whose latent norms are computed
 _MAX_REPORTED = 100  # bad samples per shard
 _LENGTH_BINS = 12
 _BAR_WIDTH = 40  # characters of the longest bar
+_MAX_PRINTED = 20  # problems
 
 
 # --- info -----------------------------------------------------------------------------------------
@@ -136,122 +134,33 @@ def _bars(histogram: dict[str, Any]) -> Iterator[str]:
 
 
 def verify_store(path: Path, threads: int | None = None, progress: Progress | None = None) -> list[str]:
-    """Verify all files and samples of a store, and the numbers of its manifest.
+    """Return a line for every damaged file and every bad sample of a store; `threads` files are read at a time.
 
-    Args:
-        threads: Files that are read at a time; by default the number of CPU cores, at most 8.
-        progress: Counts the shards and other files; None shows nothing.
-
-    Returns:
-        A line for every damaged file, bad sample, and number that contradicts the data; empty if the store is intact.
-
-    Raises:
-        DataError: The store cannot be opened at all.
+    A store that cannot be opened at all is a `DataError`.
     """
-    if problems := _verify_checksum(path):
-        return problems  # the manifest's hashes of the files cannot be trusted
+    manifest, checksum = path / MANIFEST_NAME, path / CHECKSUM_NAME
+    if manifest.is_file():
+        digest = sha256(manifest)
+        expected = checksum.read_text(encoding="utf-8", errors="replace") if checksum.is_file() else "none"
+        if expected != checksum_line(digest):  # then the hashes in it cannot be trusted
+            found = f"SHA-256 is {digest[:12]}..., expected {expected[:12]}..."
+            return [f"{manifest}: damaged, or its {CHECKSUM_NAME}: {found}"]
     store = Store.open(path)
-    splits = list(store.manifest.splits)
-    (items,) = partition_items(store, 1, splits)
+    (items,) = partition_items(store, 1, list(store.manifest.splits))
 
-    def verify_item(item: tuple[int, int, str]) -> list[str]:
+    def verify(item: tuple[int, int, str]) -> list[str]:
         try:
-            count, bad = verify_items(store, [item], _MAX_REPORTED)
+            reasons = [sample.reason for sample in verify_item(store, item)]
         except DataError as error:
             return [str(error)]
-        more = [f"{bad[-1].reason} and {count - _MAX_REPORTED} more in this shard"] if count > _MAX_REPORTED else []
-        return [sample.reason for sample in bad[: _MAX_REPORTED - len(more)]] + more
+        if (more := len(reasons) - _MAX_REPORTED) > 0:
+            reasons[_MAX_REPORTED - 1 :] = [f"{reasons[_MAX_REPORTED - 1]} and {more} more in this shard"]
+        return reasons
 
     # Threads suffice: hashing and NumPy release the GIL.
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
-        verified = pool.map(verify_item, items)
-        verified = progress.track(verified, "shards and files", len(items)) if progress else verified
-        problems = [line for lines in verified for line in lines]
-    if problems:
-        return problems  # contradictions would only repeat them in other words
-    try:
-        return list(_contradictions(store))
-    except (DataError, OSError, ValueError, KeyError) as error:
-        return [f"{path}: {error}"]
-
-
-def _verify_checksum(path: Path) -> list[str]:
-    """Return a line if the manifest does not match its checksum file, which stores of earlier versions lack."""
-    checksum_path, manifest_path = path / CHECKSUM_NAME, path / MANIFEST_NAME
-    if not checksum_path.is_file() or not manifest_path.is_file():
-        return []
-    expected, digest = checksum_path.read_text(encoding="utf-8", errors="replace"), sha256(manifest_path)
-    if expected == checksum_line(digest):
-        return []
-    return [
-        f"{manifest_path}: damaged, or its {CHECKSUM_NAME}: SHA-256 is {digest[:12]}..., expected {expected[:12]}..."
-    ]
-
-
-def _contradictions(store: Store) -> Iterator[str]:
-    """Yield a line for every number of the manifest that contradicts the data."""
-    manifest, manifest_path = store.manifest, store.path / MANIFEST_NAME
-    tokenizer = Tokenizer.load(store.path / "tokenizer")
-    counts, max_length = np.zeros(manifest.vocab_size, np.int64), 0
-    pairs: dict[str, tuple[Any, Any]] = {  # of the manifest, of the data
-        "tokenizer.sha256": (manifest.tokenizer["sha256"], tokenizer.identity),
-        "vocab_size": (manifest.vocab_size, tokenizer.vocab_size),
-        "mask_id": (manifest.mask_id, tokenizer.mask_id),
-        "pad_id": (manifest.pad_id, tokenizer.pad_id),
-    }
-    encoder = _encoder_identity(store.path / "encoder")
-    for key in sorted({*encoder, *manifest.encoder}):
-        pairs[f"encoder.{key}"] = manifest.encoder.get(key), encoder.get(key)
-    for name, totals in manifest.splits.items():
-        split = store.split(name)
-        max_length = max(max_length, int(np.asarray(split.lengths).max(initial=0)))
-        pairs[f"splits.{name}.samples"] = totals.samples, sum(shard.samples for shard in totals.shards)
-        pairs[f"splits.{name}.tokens"] = totals.tokens, sum(shard.tokens for shard in totals.shards)
-        pairs[f"splits.{name}.characters"] = totals.characters, int(split.characters.sum(dtype=np.int64))
-        if name == "train":
-            for shard in split.shards:
-                counts += np.bincount(shard.tokens, minlength=len(counts))
-    pairs["max_length"] = manifest.max_length, max_length
-    # Only kinds with a line are compared: `over_length` is counted, but not reported as a problem.
-    reported = Counter(json.loads(line)["kind"] for line in _lines(store.path / "problems.jsonl"))
-    pairs |= {f"problems.{kind}": (manifest.problems.get(kind, 0), count) for kind, count in reported.items()}
-    for key, (value, expected) in pairs.items():
-        if value != expected:
-            yield f"{manifest_path}: {key} is {value}, expected {expected} from the data"
-    if not np.array_equal(counts, store.token_counts):
-        yield f"{store.path / 'token_counts.npy'}: differs from the counts in the training split"
-    mean, rms, max_norm = _latent_statistics(store)
-    # Sums of floats depend on their order, which differs here; atol is relative to the spread, as a mean may be 0.
-    if not np.allclose(manifest.latent.mean, mean, rtol=1e-5, atol=1e-6 * rms):
-        yield f"{manifest_path}: latent.mean differs from the mean of the training split"
-    for key, value, expected in (("rms", manifest.latent.rms, rms), ("max_norm", manifest.latent.max_norm, max_norm)):
-        if not np.isclose(value, expected, rtol=1e-5):
-            yield f"{manifest_path}: latent.{key} is {value}, expected {expected} from the data"
-
-
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-
-
-def _encoder_identity(folder: Path) -> dict[str, Any]:
-    """Return an encoder's identity without loading a sentence-transformers model, which may not be available."""
-    description = json.loads((folder / "encoder.json").read_text(encoding="utf-8"))
-    if description["kind"] == "stretches":
-        return _encoder_identity(folder / "inner") | {"stretches": description["latent_tokens"]}
-    if description["kind"] == "sentence-transformers":
-        return {key: description[key] for key in ("name", "revision", "prompt", "normalisation", "dim")}
-    return load_encoder(folder).identity
-
-
-def _latent_statistics(store: Store) -> tuple[np.ndarray, float, float]:
-    """Return the mean [C], the rms and the largest standardized norm of the training split."""
-    total, count = np.zeros(store.manifest.latent.channels), 0
-    for latents in latent_blocks(store.split("train")):
-        total, count = total + latents.sum((0, 1)), count + latents.shape[0] * latents.shape[1]
-    mean = total / count
-    squares, largest = squared_deviations(store.path, store.manifest.splits["train"].shards, mean)
-    rms = float(np.sqrt(sum(squares) / total.size / count))
-    return mean, rms, float(np.sqrt(largest)) / rms
+        verified = (progress or Progress(False)).track(pool.map(verify, items), "shards and files", len(items))
+        return [line for lines in verified for line in lines]
 
 
 # --- samples --------------------------------------------------------------------------------------
@@ -279,3 +188,52 @@ def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int
         yield f"  {text_of(index)}"
         for neighbor, cosine in neighbors_of_sample:
             yield f"  near {cosine:+.3f}, {split_name} {neighbor}: {text_of(neighbor)}"
+
+
+# --- the command ---------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "mmldlm data", description="Statistics, verification and examples of a data store."
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    info = commands.add_parser("info", help="counts, lengths, latents, tokenizer, encoder, sources, problems")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    verify = commands.add_parser("verify", help="verify all hashes and samples, also of the manifest")
+    verify.add_argument("--threads", type=int, help="files read at a time (default: number of CPU cores, at most 8)")
+    sample = commands.add_parser("sample", help="print decoded examples with length and latent norm")
+    sample.add_argument("-n", "--count", type=int, default=5, help="number of examples (default: %(default)s)")
+    sample.add_argument("--split", default="train", help="train, validation or test (default: %(default)s)")
+    sample.add_argument("--seed", type=int, default=0, help="seed of the draw (default: %(default)s)")
+    sample.add_argument("--neighbours", type=int, default=0, metavar="K", help="also print the K nearest samples")
+    for command in (info, verify, sample):
+        command.add_argument("store", type=Path, help="folder of the store")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `mmldlm data`; return 0 or raise `MmldlmError`."""
+    options = _parser().parse_args(argv)
+    for option in ("threads", "count", "neighbours", "seed"):
+        value, minimum = getattr(options, option, None), 1 if option in ("threads", "count") else 0
+        if value is not None and value < minimum:
+            raise UsageError(f"--{option} {value}: expected at least {minimum}")
+    if options.command == "info":
+        facts = info(Store.open(options.store))
+        print(json.dumps(facts, indent=1) if options.json else describe(facts))
+    elif options.command == "verify":
+        with Progress() as progress:
+            progress.phase("verifying", announce=False)
+            problems = verify_store(options.store, options.threads, progress)
+        for problem in problems[:_MAX_PRINTED]:
+            print(printable(problem))
+        if problems:
+            raise DataError(f"{options.store}: {len(problems)} problems; the first: {problems[0]}")
+        manifest = Store.open(options.store).manifest
+        total = sum(split.samples for split in manifest.splits.values())
+        print(f"{options.store}: intact: {total:,} samples, {len(list(manifest.all_files()))} files")
+    else:
+        for line in samples(Store.open(options.store), options.split, options.count, options.seed, options.neighbours):
+            print(printable(line))
+    return 0

@@ -9,19 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from mmldlm.batch import Batch
-from mmldlm.data.batch_schedule import BatchSize
-from mmldlm.data.dataset import Split
-from mmldlm.data.micro_batches import deal, largest_micro_batches, largest_possible
-from mmldlm.data.mixture import make_sample_order
-from mmldlm.data.sampler import MixedOrder, SampleOrder
-from mmldlm.data.store import Store
+from mmldlm.data.batch_schedule import BatchSize, deal, largest_micro_batches, largest_possible
+from mmldlm.data.sampler import make_sample_order
+from mmldlm.data.store import Split, Store
 from mmldlm.data.workers import ignore_signals_in_worker, read_batches
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.settings.declaration import setting
@@ -122,14 +119,12 @@ class Loader:
         """
         assert 0 <= rank < world_size
         self.batch_at = batch_at
-        samples = store.split(split)
-        self.order = make_sample_order(samples, seed, config.window)
-        self.num_workers = _auto_workers(device_type) if config.num_workers is None else config.num_workers
-        self._sampler = _StepSampler()
         self._check_files = store.check_files
+        self.num_workers = _auto_workers(device_type) if config.num_workers is None else config.num_workers
         in_loader = self.num_workers > 0 or device_type == "cuda"
-        corrupt = corrupt if in_loader else None
-        self._dataset = _StepDataset(samples, self.order, rank, world_size, corrupt, config.skip_samples)
+        self._sampler = _StepSampler()
+        self._dataset = _StepDataset(store.split(split), config, seed, rank, world_size, corrupt if in_loader else None)
+        self.order = self._dataset.order
         self._loader = DataLoader(
             self._dataset,
             sampler=self._sampler,
@@ -147,18 +142,11 @@ class Loader:
     def steps(
         self, start_step: int, stop_step: int, start_sample: int | None = None
     ) -> Iterator[tuple[int, list[Batch]]]:
-        """Yield (step, this rank's micro-batches) for steps [start_step, stop_step).
+        """Yield (step, this rank's micro-batches) for steps [start_step, stop_step), counted from 0.
 
-        Only one such iterator can be active: the next call ends it and keeps the workers.
-
-        Args:
-            start_step: First step, counted from 0.
-            stop_step: Step after the last.
-            start_sample: Position in the sample order of the first step; by default the position of a run with these
-                batch sizes since step 0.
-
-        Raises:
-            DataError: A sample is malformed, or a worker died, hung or raised; all workers are killed then.
+        Only one such iterator can be active: the next call ends it and keeps the workers. `start_sample` is the
+        position in the sample order of the first step, by default that of a run with these batch sizes since step 0.
+        If a sample is malformed, or a worker died, hung or raised, that is a `DataError`, and all workers are killed.
         """
         if start_sample is None:
             start_sample = sum(self.batch_at(step).global_batch_size for step in range(start_step))
@@ -174,10 +162,7 @@ class Loader:
 
     def read(self, position: int, size: BatchSize, rank: int) -> list[Batch]:
         """Read the micro-batches of any rank of the step that begins at `position`, in this process; not corrupted."""
-        batches = self._dataset.read(position, size, rank)
-        if isinstance(batches, DataError):
-            raise batches
-        return batches
+        return self._dataset.read(position, size, rank)
 
     def read_slots(self, position: int, size: BatchSize, slots: np.ndarray) -> list[Batch]:
         """Read some slots of the step that begins at `position`, in micro-batches; not corrupted."""
@@ -190,19 +175,17 @@ class Loader:
 
         Reads only lengths and needs no communication, since the sample order is known to every rank.
         """
-        _, lengths = self._dataset.take(position, size.global_batch_size)
-        tokens = lengths.astype(np.int64) + self._dataset.latent_tokens
-        return np.stack([tokens[slots].sum(axis=0) for slots in self._dataset.deal(lengths, size)], axis=1)
+        dataset = self._dataset
+        _, lengths = dataset.take(position, size.global_batch_size)
+        tokens = lengths.astype(np.int64) + dataset.latent_tokens
+        slots_of_micro_batches = deal(lengths, size, dataset.world_size, dataset.latent_tokens)
+        return np.stack([tokens[slots].sum(axis=0) for slots in slots_of_micro_batches], axis=1)
 
     def largest_step(self, steps: range, position: int, size: BatchSize) -> tuple[int, int]:
-        """Return (text and latent tokens of the largest micro-batch of any rank, the first step that has one).
+        """Return (text and latent tokens of the largest micro-batch of any rank, the first of `steps` that has one).
 
-        A search that has found as many tokens as a micro-batch can have ends there.
-
-        Args:
-            steps: The steps to search, some microseconds for each sample.
-            position: Position in the sample order of the first one's first sample.
-            size: Batch sizes of all of them.
+        The first step begins at `position`, and all of them have the batch sizes `size`. The search takes some
+        microseconds for each sample, and ends early with as many tokens as a micro-batch can have.
         """
         dataset, samples = self._dataset, size.global_batch_size
         most = largest_possible(dataset.split.manifest.max_length + dataset.latent_tokens, size)
@@ -245,74 +228,12 @@ def collate(split: Split, samples: np.ndarray, slots: np.ndarray) -> Batch:
     )
 
 
-@dataclass(frozen=True)
-class _StepRequest:
+class _StepRequest(NamedTuple):
     """Values that a worker needs to load a step."""
 
     step: int
     position: int  # of the step's first sample in the order
     size: BatchSize
-
-
-class _StepDataset(Dataset):
-    """Maps a step to this rank's micro-batches, or to a `DataError`, which torch would wrap in a traceback."""
-
-    def __init__(
-        self,
-        split: Split,
-        order: SampleOrder | MixedOrder,
-        rank: int,
-        world_size: int,
-        corrupt: Corrupt | None,
-        left_out: Sequence[str] = (),
-    ):
-        self.split, self.order, self.corrupt = split, order, corrupt
-        self.rank, self.world_size = rank, world_size
-        self.latent_tokens = split.manifest.latent.tokens
-        self._stand_ins = _stand_ins(split, left_out)
-
-    def take(self, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return indices and lengths of `count` samples of the order, with stand-ins for those that are left out."""
-        samples, lengths = self.order.take_with_lengths(position, count)
-        if self._stand_ins:
-            places = np.flatnonzero(np.isin(samples, list(self._stand_ins)))
-            samples[places] = [self._stand_ins[sample] for sample in samples[places].tolist()]
-            lengths[places] = self.split.lengths[samples[places]]
-        return samples, lengths
-
-    def __getitem__(self, request: _StepRequest) -> list[Batch] | DataError:
-        batches = self.read(request.position, request.size, self.rank)
-        if self.corrupt is None or isinstance(batches, DataError):
-            return batches
-        return self.corrupt(request.step, request.size.global_batch_size, batches)
-
-    def read(self, position: int, size: BatchSize, rank: int) -> list[Batch] | DataError:
-        try:
-            samples, lengths = self.take(position, size.global_batch_size)
-            slots = [np.ascontiguousarray(micro_batch[:, rank]) for micro_batch in self.deal(lengths, size)]
-            return [collate(self.split, samples[micro_batch], micro_batch) for micro_batch in slots]
-        except DataError as error:
-            return error
-        except OSError as error:
-            return DataError(f"{error.filename or 'the data'}: cannot be read: {error}")
-
-    def deal(self, lengths: np.ndarray, size: BatchSize) -> list[np.ndarray]:
-        """Return the slots of all ranks' samples in each micro-batch, see `deal`."""
-        return deal(lengths, size, self.world_size, self.latent_tokens)
-
-
-def _stand_ins(split: Split, left_out: Sequence[str]) -> dict[int, int]:
-    """Return the next sample of the store, by index, for each that is left out; ConfigError if a store has no other."""
-    indices = [split.index_of(name) for name in left_out]
-    absent, stand_ins = {*indices, *split.skipped.tolist()}, {}
-    for index in indices:
-        first, stop = next((first, stop) for _, first, stop in split.source_ranges() if first <= index < stop)
-        others = (other for other in (*range(index + 1, stop), *range(first, index)) if other not in absent)
-        stand_in = next(others, None)
-        if stand_in is None:
-            raise ConfigError(f"data.skip_samples: no sample is left in the store of {split.sample_name(index)}")
-        stand_ins[index] = stand_in
-    return stand_ins
 
 
 class _StepSampler:
@@ -329,8 +250,59 @@ class _StepSampler:
             position += size.global_batch_size
 
 
+class _StepDataset(Dataset):
+    """Maps a step to this rank's micro-batches, or to a `DataError`, which torch would wrap in a traceback."""
+
+    def __init__(
+        self, split: Split, config: DataConfig, seed: int, rank: int, world_size: int, corrupt: Corrupt | None
+    ):
+        self.split, self.rank, self.world_size, self.corrupt = split, rank, world_size, corrupt
+        self.order = make_sample_order(split, seed, config.window)
+        self.latent_tokens = split.manifest.latent.tokens
+        self._stand_ins = _stand_ins(split, config.skip_samples)
+
+    def take(self, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return indices and lengths of `count` samples of the order, with stand-ins for those that are left out."""
+        samples, lengths = self.order.take_with_lengths(position, count)
+        if self._stand_ins:
+            places = np.flatnonzero(np.isin(samples, list(self._stand_ins)))
+            samples[places] = [self._stand_ins[sample] for sample in samples[places].tolist()]
+            lengths[places] = self.split.lengths[samples[places]]
+        return samples, lengths
+
+    def __getitem__(self, request: _StepRequest) -> list[Batch] | DataError:
+        try:
+            batches = self.read(request.position, request.size, self.rank)
+        except DataError as error:
+            return error
+        return self.corrupt(request.step, request.size.global_batch_size, batches) if self.corrupt else batches
+
+    def read(self, position: int, size: BatchSize, rank: int) -> list[Batch]:
+        try:
+            samples, lengths = self.take(position, size.global_batch_size)
+            micro_batches = deal(lengths, size, self.world_size, self.latent_tokens)
+            slots_of_rank = [np.ascontiguousarray(slots[:, rank]) for slots in micro_batches]
+            return [collate(self.split, samples[slots], slots) for slots in slots_of_rank]
+        except OSError as error:
+            raise DataError(f"{error.filename or 'the data'}: cannot be read: {error}") from None
+
+
+def _stand_ins(split: Split, left_out: Sequence[str]) -> dict[int, int]:
+    """Return the next sample of the store, by index, for each that is left out; ConfigError if a store has no other."""
+    indices = [split.index_of(name) for name in left_out]
+    absent, stand_ins = {*indices, *split.skipped.tolist()}, {}
+    for index in indices:
+        first, stop = next((first, stop) for _, first, stop in split.source_ranges() if first <= index < stop)
+        others = (other for other in (*range(index + 1, stop), *range(first, index)) if other not in absent)
+        stand_in = next(others, None)
+        if stand_in is None:
+            raise ConfigError(f"data.skip_samples: no sample is left in the store of {split.sample_name(index)}")
+        stand_ins[index] = stand_in
+    return stand_ins
+
+
 def _identity(batches: list[Batch] | DataError) -> list[Batch] | DataError:
-    return batches
+    return batches  # instead of torch's collation, which would convert them
 
 
 def _auto_workers(device_type: str) -> int:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, fields
-from functools import cache
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo, write_atomically
 
 FORMAT = 1
+SPLITS = ("train", "validation", "test")
 MANIFEST_NAME = "manifest.json"
 CHECKSUM_NAME = "manifest.sha256"  # in the format of sha256sum
 
@@ -59,9 +59,9 @@ class LatentInfo:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> LatentInfo:
-        """Create from JSON values; TypeError or ValueError if they do not describe latents."""
-        values = _checked_fields(cls, content)
-        return cls(**values | {"mean": tuple(values["mean"])})
+        """Create from JSON values; TypeError if they do not describe latents."""
+        latent = cls(**content)
+        return replace(latent, mean=tuple(latent.mean))
 
     def standardize(self, latents: np.ndarray) -> np.ndarray:
         """Map latents [..., M, C] to unit root mean square (norm sqrt(C) on average), float32."""
@@ -129,12 +129,16 @@ class Manifest:
             value = content.get("format") if isinstance(content, dict) else type(content).__name__
             raise DataError(f"{path}: format is {value!r}, expected {FORMAT}; prepare the data again")
         try:
-            values = _checked_fields(cls, content)
-            values["latent"] = LatentInfo.from_json(content["latent"])
-            values["splits"] = {name: _split_info(split) for name, split in content["splits"].items()}
-            values["files"] = {name: _file_info(info) for name, info in content["files"].items()}
-            return cls(**values)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            nested = {
+                "latent": LatentInfo.from_json(content["latent"]),
+                "splits": {
+                    name: SplitInfo(**{**split, "shards": tuple(map(shard_info, split["shards"]))})
+                    for name, split in content["splits"].items()
+                },
+                "files": {name: FileInfo(**info) for name, info in content["files"].items()},
+            }
+            return cls(**{**content, **nested})
+        except (KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{path}: {error}; expected a complete manifest of format {FORMAT}") from None
 
 
@@ -144,33 +148,8 @@ def checksum_line(digest: str) -> str:
 
 
 def shard_info(content: Mapping[str, Any]) -> ShardInfo:
-    """Create a `ShardInfo` from JSON values; KeyError, TypeError or ValueError if they are incomplete."""
-    files = {suffix: _file_info(info) for suffix, info in content["files"].items()}
-    return ShardInfo(**_checked_fields(ShardInfo, content) | {"files": files})
-
-
-def _split_info(content: Mapping[str, Any]) -> SplitInfo:
-    return SplitInfo(**_checked_fields(SplitInfo, content) | {"shards": tuple(map(shard_info, content["shards"]))})
-
-
-def _file_info(content: Mapping[str, Any]) -> FileInfo:
-    return FileInfo(**_checked_fields(FileInfo, content))
-
-
-def _checked_fields(cls: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `content` as a dict; ValueError names the first key that is not, or should be, a field of `cls`."""
-    expected = _field_names(cls)
-    if content.keys() != expected:
-        # Both directions: a manifest of another version may lack keys, or have some that this one would ignore.
-        if missing := sorted(expected - content.keys()):
-            raise ValueError(f"key {missing[0]!r} is missing")
-        raise ValueError(f"key {min(content.keys() - expected)!r} is unknown")
-    return dict(content)
-
-
-@cache
-def _field_names(cls: type) -> frozenset[str]:
-    return frozenset(field.name for field in fields(cls))
+    """Create a `ShardInfo` from JSON values; TypeError or KeyError if they are incomplete."""
+    return ShardInfo(**{**content, "files": {suffix: FileInfo(**info) for suffix, info in content["files"].items()}})
 
 
 def describe_losses(tokenizer: Mapping[str, Any]) -> str:

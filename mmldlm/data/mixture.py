@@ -14,66 +14,43 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.dataset import Source, Split
 from mmldlm.data.manifest import LatentInfo, Manifest, SplitInfo
-from mmldlm.data.sampler import MixedOrder, MixturePart, SampleOrder, count_draws
-from mmldlm.data.store import Store
+from mmldlm.data.sampler import count_draws
+from mmldlm.data.store import Source, Split, Store
 from mmldlm.errors import DataError
 from mmldlm.utils.short_repr import short_repr
 
 
 def open_data(location: str | Path | Mapping[str, float]) -> Store:
-    """Open the store at a path, or the stores of `data.mixture`, a mapping of path to weight."""
-    return open_mixture(dict(location)) if isinstance(location, Mapping) else Store.open(location)
+    """Open the store at a path, or the stores of `data.mixture` as one; incompatible ones are a `DataError`.
 
-
-def open_mixture(weights: dict[str, float]) -> Store:
-    """Open several stores as one.
-
-    The stores are ordered by share, largest first, and then by content. So samples have the same indices regardless of
-    the paths of the stores and the order of `weights`, which are proportions by path and need not sum to 1.
-
-    Raises:
-        DataError: A store cannot be opened, or two are incompatible.
+    Stores of a mixture are given as proportions by path. They are ordered by share, largest first, and then by content:
+    so samples have the same indices regardless of the paths and of the order in which they are given.
     """
+    if not isinstance(location, Mapping):
+        return Store.open(location)
+    weights = dict(location)
     if len(weights) == 1:
         return Store.open(*weights)
     exact = {path: Fraction(str(weight)) for path, weight in weights.items()}  # via str, so that 0.1 is exactly 1/10
-    stores = [(Store.open(path, name), exact[path]) for path, name in _display_names(list(weights)).items()]
-    sources = [replace(store.sources[0], share=weight / sum(exact.values())) for store, weight in stores]
+    names = [Path(path).name for path in weights]
+    sources = [
+        # A store has the name of its folder in records and curves, or its path if that is ambiguous.
+        replace(
+            Store.open(path, name if names.count(name) == 1 else path).sources[0],
+            share=exact[path] / sum(exact.values()),
+        )
+        for path, name in zip(weights, names, strict=True)
+    ]
     sources.sort(key=lambda source: (-source.share, source.identity))
     for source in sources[1:]:
         _check_compatible(sources[0], source)
-    return Store.from_sources(_pooled_manifest(sources), sources, partial(open_mixture, weights))
-
-
-def make_sample_order(split: Split, seed: int, window: int) -> SampleOrder | MixedOrder:
-    """Return the order in which a run reads a split."""
-    if len(split.sources) == 1:
-        return SampleOrder(split.lengths, seed, window, skipped=split.skipped)
-    parts = [
-        MixturePart(
-            first=first,
-            count=stop - first,
-            skipped=split.skipped_in(first, stop) - first,
-            share=source.share,
-            # From the content of the store: neither its path nor its place in the mixture changes its permutations.
-            key=int(source.identity[:16], 16),
-        )
-        for source, first, stop in split.source_ranges()
-    ]
-    return MixedOrder(split.lengths, seed, parts, window)
+    return Store(_pooled_manifest(sources), sources, partial(open_data, weights))
 
 
 def samples_per_source(count: int, split: Split) -> list[int]:
     """Divide `count` samples of a split among its sources by their shares."""
     return count_draws(count, [source.share for source in split.sources])
-
-
-def _display_names(paths: Sequence[str]) -> dict[str, str]:
-    """Return the name of each store in records and curves: its folder's name, or its path if that is ambiguous."""
-    names = [Path(path).name for path in paths]
-    return {path: name if names.count(name) == 1 else path for path, name in zip(paths, names, strict=True)}
 
 
 def _check_compatible(first: Source, other: Source) -> None:

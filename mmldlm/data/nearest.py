@@ -11,8 +11,7 @@ from difflib import SequenceMatcher
 import numpy as np
 import torch
 
-from mmldlm.data.dataset import Split
-from mmldlm.data.store import Store
+from mmldlm.data.store import Split, Store
 
 _BLOCK_SAMPLES = 8192
 _MAX_TEXTS = 100_000  # that are searched for the most similar one
@@ -35,19 +34,10 @@ def latent_blocks(split: Split) -> Iterator[np.ndarray]:
 def nearest_neighbors(
     store: Store, split: Split, latents: np.ndarray, count: int, exclude: Sequence[int | None] = ()
 ) -> list[list[tuple[int, float]]]:
-    """Find the samples of `split` whose latents have the largest cosine with each of `latents`.
+    """Return for each of `latents` [n, M, C], on the encoder's scale, (index, cosine) of its `count` nearest samples.
 
-    The cosine is that of standardized latents, that is, without the mean that all samples share. Reads all latents of
-    the split.
-
-    Args:
-        store: The store that standardizes the latents.
-        latents: [n, M, C] on the encoder's scale.
-        count: Neighbors per latent.
-        exclude: For each latent, the index of a sample that does not count (such as its own), or None.
-
-    Returns:
-        For each latent, (index, cosine) of its neighbors, the nearest first.
+    The cosine is that of latents standardized by `store`, that is, without the mean that all samples share. `exclude`
+    has for each latent the index of a sample that does not count, such as its own, or None.
     """
     queries, first = unit_vectors(store.standardize(latents)), 0
     best: list[list[tuple[float, int]]] = [[] for _ in latents]

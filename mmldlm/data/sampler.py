@@ -10,87 +10,79 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+
+from mmldlm.data.store import SampleLengths, Split
 
 _MASK = (1 << 64) - 1
 _ROUNDS = 6  # of the Feistel network
 
 
-def _mix(value: int) -> int:
-    """The finalizer of SplitMix64 (Steele et al. 2014): a bijection of 64-bit integers that looks random."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)
-
-
-def _mix_array(value: np.ndarray) -> np.ndarray:
-    """`_mix` of a uint64 array; NumPy arithmetic wraps modulo 2^64 without a mask."""
+def _mix(value: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele et al. 2014): a bijection of uint64 that looks random; overflow wraps."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
 
 
-def _key(*parts: int) -> int:
-    """Return a 64-bit key that depends on all `parts` and their order."""
-    key = 0
+def _key(*parts: int) -> np.ndarray:
+    """Return a key, uint64 [1], that depends on all `parts` and their order."""
+    key = np.zeros(1, np.uint64)
     for part in parts:
-        key = _mix(key ^ (part & _MASK))
+        key = _mix(key ^ np.uint64(part & _MASK))
     return key
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: int | np.ndarray) -> np.ndarray:
-    """Map `index` by the permutation of range(n) that is keyed by (seed, epoch).
+    """Return the images int64 of `index`, integers of any shape, under the permutation of range(n) of (seed, epoch).
 
     A Feistel network permutes the smallest power of four that is not below n. An image outside range(n) is permuted
-    again until it falls inside (cycle walking), at most about 4 times on average.
-
-    Args:
-        index: Integers in range(n), of any shape.
-        n: Size of the permutation.
-        seed: Key of the family of permutations.
-        epoch: Key within the family; one for all, or one per index in the shape of `index`.
-
-    Returns:
-        The images, int64 in the shape of `index`.
+    again until it falls inside (cycle walking), at most about 4 times on average. There may be an epoch per index.
     """
     assert n > 0 and (index.size == 0 or (index.min() >= 0 and index.max() < n)), "index outside range(n)"
     # Half of the bits of the permuted domain, which has 4^half >= n values.
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     bits, low = np.uint64(half), np.uint64((1 << half) - 1)
-    keys: list[Any]  # one per round: a scalar, or an array with one key per index
-    if isinstance(epoch, np.ndarray):
-        # The same keys as `_key(seed, epoch, round_)`, for an array of epochs.
-        epoch_key = _mix_array(epoch.astype(np.uint64).ravel() ^ np.uint64(_key(seed)))
-        keys = [_mix_array(epoch_key ^ np.uint64(round_)) for round_ in range(_ROUNDS)]
-    else:
-        keys = [np.uint64(_key(seed, epoch, round_)) for round_ in range(_ROUNDS)]
+    epoch_key = _mix(_key(seed) ^ np.asarray(epoch, np.int64).astype(np.uint64).ravel())
+    keys = [_mix(epoch_key ^ np.uint64(round_)) for round_ in range(_ROUNDS)]  # one of each round, for all or by index
 
-    def network(value: np.ndarray, keys: Sequence[Any]) -> np.ndarray:
+    def network(value: np.ndarray, keys: Sequence[np.ndarray]) -> np.ndarray:
         left, right = value >> bits, value & low
         # A Feistel round is invertible whatever function is mixed in, so the network is a permutation.
         for key in keys:
-            left, right = right, left ^ (_mix_array(right ^ key) & low)
+            left, right = right, left ^ (_mix(right ^ key) & low)
         return (left << bits) | right
 
     images = network(index.astype(np.uint64).ravel(), keys)
     outside = np.flatnonzero(images >= n)
     while outside.size:
         # Ends for every index: following a permutation from a value in range(n) leads back into range(n).
-        images[outside] = network(images[outside], [key[outside] if key.ndim else key for key in keys])
+        images[outside] = network(images[outside], [key[outside] if len(key) > 1 else key for key in keys])
         outside = outside[images[outside] >= n]
     return images.astype(np.int64).reshape(index.shape)
 
 
-class Lengths(Protocol):
-    """Token counts of samples by index: an array, or an object that looks them up on disk."""
+@dataclass(frozen=True)
+class StoreSamples:
+    """The samples of one store: indices [first, first + count) except `skipped`."""
 
-    def __len__(self) -> int: ...
+    first: int
+    count: int
+    skipped: np.ndarray  # int64, ascending, relative to `first`
+    share: Fraction = Fraction(1)  # of the stream; the shares of all stores of a mixture sum to 1
+    key: int = 0  # distinguishes the permutations of a store in a mixture
 
-    def __getitem__(self, indices: np.ndarray, /) -> np.ndarray: ...
+    def __len__(self) -> int:
+        return self.count - len(self.skipped)
+
+    def indices(self, numbers: np.ndarray) -> np.ndarray:
+        """Return the indices of the kept samples with these `numbers`, which count kept samples from 0."""
+        # A number moves up by the skipped samples that come before it.
+        kept_before_skipped = self.skipped - np.arange(len(self.skipped))
+        return self.first + numbers + np.searchsorted(kept_before_skipped, numbers, side="right")
 
 
 class _WindowedOrder:
@@ -100,7 +92,7 @@ class _WindowedOrder:
     which are shuffled. Subclasses define which samples a window holds and where it begins in the stream.
     """
 
-    def __init__(self, lengths: Lengths, seed: int, window: int, block: int):
+    def __init__(self, lengths: np.ndarray | SampleLengths, seed: int, window: int, block: int):
         assert len(lengths) and window >= 1 and block >= 1
         self.lengths, self.seed, self.window, self.block = lengths, seed, window, block
         # Steps read a window one global batch at a time: cache the current window and its neighbor.
@@ -143,29 +135,21 @@ class _WindowedOrder:
 
 
 class SampleOrder(_WindowedOrder):
-    """Order of the samples of one store, reshuffled every epoch.
+    """Order of the samples of one store except `skipped` ones (ascending indices), reshuffled every epoch.
 
     Epoch e contains each of the n samples once, permuted by (seed, e) and cut into windows of `window` positions.
     """
 
     def __init__(
         self,
-        lengths: Lengths,
+        lengths: np.ndarray | SampleLengths,
         seed: int,
         window: int = 4096,
         block: int = 64,
         skipped: Sequence[int] | np.ndarray = (),
     ):
-        """Create an order.
-
-        Args:
-            lengths: Token counts of all samples, skipped ones included.
-            window: Samples that are sorted by length together.
-            block: Consecutive samples of a sorted window that stay together.
-            skipped: Ascending indices that are never drawn.
-        """
         super().__init__(lengths, seed, window, block)
-        self._samples = _KeptSamples(0, len(lengths), np.asarray(skipped, np.int64))
+        self._samples = StoreSamples(0, len(lengths), np.asarray(skipped, np.int64))
         self._windows = -(-len(self) // window)  # per epoch; the last may be shorter
 
     def __len__(self) -> int:
@@ -191,44 +175,14 @@ class SampleOrder(_WindowedOrder):
         return self._samples.indices(permute(positions, len(self), self.seed, epoch))
 
 
-class _KeptSamples:
-    """The samples with indices [first, first + count) except `skipped`, which are relative to `first`."""
-
-    def __init__(self, first: int, count: int, skipped: np.ndarray):
-        self.first, self.count, self.skipped = first, count, skipped
-        self._kept_before = skipped - np.arange(len(skipped))  # kept samples before each skipped one
-
-    def __len__(self) -> int:
-        return self.count - len(self.skipped)
-
-    def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the indices of the kept samples with these `numbers`, which count kept samples from 0."""
-        # A number moves up by the skipped samples that come before it.
-        return self.first + numbers + np.searchsorted(self._kept_before, numbers, side="right")
-
-
-@dataclass(frozen=True)
-class MixturePart:
-    """One store of a mixture: the samples with indices [first, first + count) except `skipped`."""
-
-    first: int
-    count: int
-    skipped: np.ndarray  # int64, ascending, relative to `first`
-    share: Fraction  # of the stream; the shares of all parts sum to 1
-    key: int  # distinguishes the part's permutations
-
-
 def count_draws(position: int, shares: Sequence[Fraction]) -> list[int]:
-    """Return how many of the first `position` samples of a stream are drawn from each part.
+    """Return how many of the first `position` samples of a stream are drawn from each part, by descending shares.
 
     The first part gets its share of the samples, rounded; the second its share of the remaining samples, and so on. No
     count decreases as the position grows. With two or three parts no count is off its share by a whole sample, and
     with K parts none by more than (1 + H) / 2, where H is the sum of 1 / j for j < K: each rounding error, at most 1/2,
     reaches part k in proportion to its share of the remainder, and the remainder behind part j contained k - j parts at
     least as large.
-
-    Args:
-        shares: Shares of the parts, in descending order; they sum to 1.
     """
     counts, samples_left, share_left = [], position, Fraction(1)
     for share in shares:
@@ -245,21 +199,26 @@ class MixedOrder(_WindowedOrder):
 
     Each store is read epoch by epoch, in permutations of its own; there is no epoch of the mixture. A window's samples
     of one store are spaced evenly among the others before the window is sorted, and so are samples of equal length
-    afterwards.
+    afterwards. `parts` are in descending order of their shares.
     """
 
-    def __init__(self, lengths: Lengths, seed: int, parts: Sequence[MixturePart], window: int = 4096, block: int = 64):
-        """Create an order; see `SampleOrder`. `parts` are in descending order of their shares."""
+    def __init__(
+        self,
+        lengths: np.ndarray | SampleLengths,
+        seed: int,
+        parts: Sequence[StoreSamples],
+        window: int = 4096,
+        block: int = 64,
+    ):
         super().__init__(lengths, seed, window, block)
         self.parts = parts
         self._shares = [part.share for part in parts]
-        self._samples = [_KeptSamples(part.first, part.count, part.skipped) for part in parts]
         assert sum(self._shares) == 1 and self._shares == sorted(self._shares, reverse=True)
-        assert min(map(len, self._samples)) > 0
+        assert min(map(len, parts)) > 0
 
     def __len__(self) -> int:
         """Return the number of samples of all stores."""
-        return sum(map(len, self._samples))
+        return sum(map(len, self.parts))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MixedOrder, (self.lengths, self.seed, self.parts, self.window, self.block)
@@ -267,7 +226,7 @@ class MixedOrder(_WindowedOrder):
     def epochs(self, position: int) -> list[float]:
         """Return how many epochs of each store have been drawn before `position`."""
         counts = count_draws(position, self._shares)
-        return [count / len(samples) for count, samples in zip(counts, self._samples, strict=True)]
+        return [count / len(part) for count, part in zip(counts, self.parts, strict=True)]
 
     def _locate(self, position: int) -> tuple[int, int]:
         return divmod(position, self.window)
@@ -276,10 +235,29 @@ class MixedOrder(_WindowedOrder):
         # The draws of each part before and after the window: no state is carried from window to window.
         starts, stops = (count_draws(edge * self.window, self._shares) for edge in (number, number + 1))
         indices, fractions = [], []
-        for part, samples, start, stop in zip(self.parts, self._samples, starts, stops, strict=True):
+        for part, start, stop in zip(self.parts, starts, stops, strict=True):
             # A small store may begin several epochs in one window, each with its own permutation.
-            epochs, within = np.divmod(np.arange(start, stop), len(samples))
-            indices.append(samples.indices(permute(within, len(samples), _key(self.seed, part.key), epochs)))
+            epochs, within = np.divmod(np.arange(start, stop), len(part))
+            seed = int(_key(self.seed, part.key)[0])
+            indices.append(part.indices(permute(within, len(part), seed, epochs)))
             # Midpoints of equal intervals of the window, so that sorting them spaces each store evenly.
             fractions.append((np.arange(stop - start) + 0.5) / (stop - start))
         return np.concatenate(indices)[np.argsort(np.concatenate(fractions), kind="stable")]
+
+
+def make_sample_order(split: Split, seed: int, window: int) -> SampleOrder | MixedOrder:
+    """Return the order in which a run reads a split."""
+    if len(split.sources) == 1:
+        return SampleOrder(split.lengths, seed, window, skipped=split.skipped)
+    parts = [
+        StoreSamples(
+            first=first,
+            count=stop - first,
+            skipped=split.skipped_in(first, stop) - first,
+            share=source.share,
+            # From the content of the store: neither its path nor its place in the mixture changes its permutations.
+            key=int(source.identity[:16], 16),
+        )
+        for source, first, stop in split.source_ranges()
+    ]
+    return MixedOrder(split.lengths, seed, parts, window)

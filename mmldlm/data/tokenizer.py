@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 
@@ -38,10 +39,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
-        """Train a byte-level BPE of at most `vocab_size` tokens: lossless for any UTF-8 text, deterministic.
-
-        Fewer tokens than all bytes and the special tokens are a `DataError`.
-        """
+        """Train a byte-level BPE of at most `vocab_size` tokens: lossless for any UTF-8 text, deterministic."""
         alphabet = _byte_alphabet(vocab_size)
         backend = tokenizers.Tokenizer(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -57,8 +55,7 @@ class Tokenizer:
         """Build a vocabulary of lower-cased words with the space before them, and of runs of punctuation.
 
         It contains the most frequent words of `texts`, `vocab_size` tokens in all. Other words are spelled in bytes, so
-        any UTF-8 text can be encoded. Encoding is lossless except for case and white space at the start. Fewer tokens
-        than all bytes and the special tokens are a `DataError`.
+        any UTF-8 text can be encoded. Encoding is lossless except for case and white space at the start.
         """
         alphabet = _byte_alphabet(vocab_size)
         lower, split = normalizers.Lowercase(), pre_tokenizers.ByteLevel(add_prefix_space=True)
@@ -113,30 +110,23 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text, without special tokens; DataError if the vocabulary cannot spell a text."""
-        try:
-            encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except Exception as error:  # the library raises plain Exception
-            raise _unknown_characters(error) from None
-        return [encoding.ids for encoding in encodings]
+        with _reporting_unknown_characters():
+            return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return ids like `encode_batch`, and the range [start, stop) of characters of `text` that each id spells."""
-        try:
+        with _reporting_unknown_characters():
             encoding = self._backend.encode(text, add_special_tokens=False)
-        except Exception as error:  # the library raises plain Exception
-            raise _unknown_characters(error) from None
-        return encoding.ids, encoding.offsets
+            return encoding.ids, encoding.offsets
 
     def decode_batch(self, ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
         """Return the texts of ids, without `[MASK]` and `[PAD]` unless `keep_special`."""
         return self._backend.decode_batch([list(sample) for sample in ids], skip_special_tokens=not keep_special)
 
     def count_losses(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Counter[str]:
-        """Count what the ids of texts lose of them.
+        """Count `tokens`, those that are `unknown`, `documents`, and those that are `lossy`.
 
-        Returns:
-            `tokens`, those that are `unknown`, `documents`, and those that are `lossy`: they differ from what their
-            ids decode to in more than case, white space and what the tokenizer's normalizer changes.
+        These differ from what their ids decode to in more than case, white space and what the normalizer changes.
         """
         unknown = sum(token == self._unknown_id for sample in ids for token in sample)
         pairs = [*zip(texts, self.decode_batch(ids), strict=True)]
@@ -174,8 +164,12 @@ def _byte_alphabet(vocab_size: int) -> list[str]:
     return alphabet
 
 
-def _unknown_characters(error: Exception) -> DataError:
-    return DataError(f"a text has characters outside the tokenizer's alphabet ({_one_line(error)})")
+@contextmanager
+def _reporting_unknown_characters() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # the library raises plain Exception
+        raise DataError(f"a text has characters outside the tokenizer's alphabet ({_one_line(error)})") from None
 
 
 def _one_line(error: Exception) -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from mmldlm.data.dataset import Split
-from mmldlm.data.manifest import MANIFEST_NAME
-from mmldlm.data.shard_writer import SPLITS
+from mmldlm.data.manifest import MANIFEST_NAME, SPLITS
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo
@@ -35,18 +33,11 @@ class BadSample(NamedTuple):
 
 
 def verify(store: Store, full: bool, max_bad_samples: int, engine: Engine) -> tuple[Store, list[str]]:
-    """Verify the store and leave out its bad samples, at most `max_bad_samples` (collective).
+    """Return the verified store without its bad samples, and a line about each of them (collective).
 
-    Args:
-        full: Hash all files and check all samples of the training splits, shared by the ranks. If False nothing is
-            read, but ranks still communicate, as their configs are not compared yet.
-
-    Returns:
-        The store without its bad samples, and a line about each of them.
-
-    Raises:
-        DataError: On all ranks, if a file is not as the manifest says, offsets are not increasing, or more samples are
-            bad than allowed.
+    `full` hashes all files and checks all samples of the training splits, shared by the ranks. If it is false nothing
+    is read, but ranks still communicate, as their configs are not compared yet. A file that is not as the manifest
+    says, or more than `max_bad_samples`, is a `DataError` on all ranks.
     """
     # Ranks that see the same folder share the work; another node's own copy is read by the ranks of that node.
     manifests = [(source.path / MANIFEST_NAME).stat() for source in store.sources]
@@ -102,30 +93,15 @@ def verify_part(
     splits: Sequence[str] = TRAINING_SPLITS,
     progress: Progress | None = None,
 ) -> tuple[int, list[BadSample]]:
-    """Verify the `part`-th of `parts` nearly equal parts of `splits`, and count its files in `progress`.
+    """Verify the `part`-th of `parts` nearly equal parts of `splits` and of the other files.
 
-    Returns:
-        The number of bad samples, and the first `keep` of them.
-
-    Raises:
-        DataError: Names the first file that is damaged.
+    Return the number of bad samples, and the first `keep` of them. The first file that is damaged is a `DataError`.
     """
-    items = sorted(partition_items(store, parts, splits)[part])
-    tracked = progress.track(items, "shards and files", len(items)) if progress else items
-    return verify_items(store, tracked, keep)
-
-
-def verify_items(store: Store, items: Iterable[tuple[int, int, str]], keep: int) -> tuple[int, list[BadSample]]:
-    """Verify shards and files, given as `partition_items` returns them, as `verify_part` does."""
     count, bad = 0, list[BadSample]()
-    for split, index, name in items:
-        if split < len(SPLITS):
-            bad_in_shard = _verify_shard(store, split, index)
-            count, bad = count + len(bad_in_shard), (bad + bad_in_shard)[:keep]
-        else:
-            source = store.sources[index]
-            for _ in _read_and_hash(source.path / name, source.manifest.files[name]):
-                pass
+    items = sorted(partition_items(store, parts, splits)[part])
+    for item in progress.track(items, "shards and files", len(items)) if progress else items:
+        bad_in_item = verify_item(store, item)
+        count, bad = count + len(bad_in_item), (bad + bad_in_item)[:keep]
     return count, bad
 
 
@@ -134,8 +110,7 @@ def partition_items(
 ) -> list[list[tuple[int, int, str]]]:
     """Partition shards of `splits` and all other files into `parts` of nearly equal size, the same on every rank.
 
-    Returns:
-        The items of each part: (split, shard, name) for a shard, (number of splits, source, name) for another file.
+    Items are (split, shard, name) for a shard, and (number of splits, source, name) for another file.
     """
     sizes = {
         (len(SPLITS), number, name): info.bytes
@@ -144,14 +119,24 @@ def partition_items(
     }
     for split in splits:
         for index, shard in enumerate(store.split(split).shards):
-            sizes[SPLITS.index(split), index, shard.name] = sum(info.bytes for info in shard.info.files.values())
+            sizes[SPLITS.index(split), index, shard.info.name] = sum(info.bytes for info in shard.info.files.values())
     return partition_by_size(sizes, parts)
 
 
-def _verify_shard(store: Store, split_number: int, shard_number: int) -> list[BadSample]:
-    """Hash the files of a shard and check every offset, token and latent."""
+def verify_item(store: Store, item: tuple[int, int, str]) -> list[BadSample]:
+    """Hash a file, or the files of a shard and check each of its offsets, tokens and latents; return bad samples.
+
+    `item` is one that `partition_items` returns. A damaged file is a `DataError`.
+    """
+    split_number, shard_number, name = item
+    if split_number == len(SPLITS):
+        source = store.sources[shard_number]
+        for _ in _read_and_hash(source.path / name, source.manifest.files[name]):
+            pass
+        return []
     split = store.split(SPLITS[split_number])
     shard, reasons = split.shards[shard_number], dict[int, str]()
+    first_index = int(split.shard_starts[shard_number])
     shard.lengths()  # raises if offsets are not increasing
     for suffix, info in shard.info.files.items():
         kind = suffix.removesuffix(".npy")
@@ -162,33 +147,22 @@ def _verify_shard(store: Store, split_number: int, shard_number: int) -> list[Ba
         for chunk in _read_and_hash(shard.path(kind), info, info.bytes - array.nbytes, row_bytes):
             rows = np.frombuffer(chunk, array.dtype).reshape(-1, *array.shape[1:])
             if kind == "tokens":
-                reasons.update(_bad_tokens(split, shard_number, rows, first))
+                positions = np.flatnonzero(rows >= split.manifest.vocab_size)
+                # `offsets` [samples + 1] are strictly increasing, so this finds the sample with each position.
+                samples, nth = np.unique(
+                    np.searchsorted(shard.offsets, first + positions, side="right") - 1, return_index=True
+                )
+                for index, token in zip((first_index + samples).tolist(), rows[positions[nth]].tolist(), strict=True):
+                    reasons[index] = split.unknown_token_message(index, token)
             elif kind == "latents":
-                reasons.update(_bad_latents(split, shard_number, rows, first))
+                # Compare bits: np.isfinite on half precision is slower than SHA-256.
+                exponent = _EXPONENT_BITS[rows.itemsize]
+                nonfinite = (rows.view(f"u{rows.itemsize}") & exponent) == exponent
+                for sample in np.flatnonzero(nonfinite.any(axis=(1, 2))).tolist() if nonfinite.any() else ():
+                    index = first_index + first + sample
+                    reasons[index] = split.nonfinite_message(index)
             first += len(rows)
     return [BadSample(split_number, index, reasons[index]) for index in sorted(reasons)]
-
-
-def _bad_tokens(split: Split, shard: int, tokens: np.ndarray, first: int) -> Iterator[tuple[int, str]]:
-    """Yield (sample index, reason) of each sample with an unknown token among `tokens`, which begin at `first`."""
-    positions = np.flatnonzero(tokens >= split.manifest.vocab_size)
-    # `offsets` [samples + 1] are strictly increasing, so this finds the sample that contains each position.
-    samples = np.searchsorted(split.shards[shard].offsets, first + positions, side="right") - 1
-    unique, first_of_sample = np.unique(samples, return_index=True)
-    for sample, nth in zip(unique.tolist(), first_of_sample.tolist(), strict=True):
-        index = split.first_index(shard) + sample
-        yield index, split.unknown_token_message(index, int(tokens[positions[nth]]))
-
-
-def _bad_latents(split: Split, shard: int, latents: np.ndarray, first: int) -> Iterator[tuple[int, str]]:
-    """Yield (sample index, reason) of each sample with a non-finite latent; `latents` begin at sample `first`."""
-    # Compare bits: np.isfinite on half precision is slower than SHA-256.
-    exponent = _EXPONENT_BITS[latents.itemsize]
-    nonfinite = (latents.view(f"u{latents.itemsize}") & exponent) == exponent
-    if nonfinite.any():
-        for sample in np.flatnonzero(nonfinite.any(axis=(1, 2))).tolist():
-            index = split.first_index(shard) + first + sample
-            yield index, split.nonfinite_message(index)
 
 
 def _read_and_hash(path: Path, info: FileInfo, header_bytes: int = 0, row_bytes: int = 1) -> Iterator[memoryview]:

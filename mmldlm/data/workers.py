@@ -26,13 +26,8 @@ _KILL_TIMEOUT_S = 2.0  # to join killed workers; one that hangs in the kernel st
 def read_batches(loader: DataLoader[T | DataError], check_files: Callable[[], None]) -> Iterator[T]:
     """Yield the items of `loader`, raising those that are a `DataError`.
 
-    Args:
-        loader: May have any number of workers; its timeout bounds the time per item.
-        check_files: Raises DataError for a truncated file, the usual cause of death of a worker that has mapped it.
-
-    Raises:
-        DataError: An item is one, or a worker died, raised or returned nothing within the timeout; in the latter cases
-            all workers are killed.
+    That a worker died, raised or returned nothing within the loader's timeout is a `DataError` too, and all workers are
+    killed. `check_files` raises one for a truncated file, the usual cause of death of a worker that has mapped it.
     """
     workers: list[BaseProcess] = []
     try:
@@ -145,5 +140,5 @@ def _to_data_error(
             "system of data.path, try data.num_workers=0 or a larger data.worker_timeout_s"
         )
     # Torch packs a worker's traceback into the message; its last line is the cause.
-    cause = (str(error).strip().splitlines() or [""])[-1]
-    return DataError(f"a data loader worker failed: {cause or type(error).__name__}")
+    cause = (str(error).strip().splitlines() or [type(error).__name__])[-1]
+    return DataError(f"a data loader worker failed: {cause}")

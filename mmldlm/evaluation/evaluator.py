@@ -17,11 +17,10 @@ import numpy as np
 import torch
 
 from mmldlm.batch import Batch
-from mmldlm.data.dataset import Split
 from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.loader import collate
 from mmldlm.data.nearest import TextIndex, draw_samples
-from mmldlm.data.store import Store
+from mmldlm.data.store import Split, Store
 from mmldlm.data.verify import drop_bad_samples
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig, generate

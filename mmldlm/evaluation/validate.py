@@ -12,11 +12,10 @@ import torch
 
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
-from mmldlm.data.dataset import Split
 from mmldlm.data.loader import fixed_batches
 from mmldlm.data.mixture import samples_per_source
 from mmldlm.data.sampler import permute
-from mmldlm.data.store import Store
+from mmldlm.data.store import Split, Store
 from mmldlm.diffusion.masked import TextConfig
 from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights
 from mmldlm.diffusion.objective import Objective

@@ -26,7 +26,7 @@ from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
 from mmldlm.checkpoint.state import model_state
 from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.config import RunConfig
-from mmldlm.data.store_writer import write_description
+from mmldlm.data.writer import write_description
 from mmldlm.evaluation.table import table
 from mmldlm.model.initial_weights import InitConfig
 from mmldlm.run.compatibility import LATENTS_NAME, identity

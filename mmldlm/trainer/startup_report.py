@@ -19,7 +19,7 @@ import torch
 
 from mmldlm.config import RunConfig, with_absolute_paths, write_config
 from mmldlm.data.store import Store
-from mmldlm.data.store_writer import publish, write_description
+from mmldlm.data.writer import publish, write_description
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.optimizers import describe_optimizer
 from mmldlm.distributed.process_group import disabled_guards, kept_variables, settings_to_export

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,16 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from mmldlm import train
-from mmldlm.batch import Batch
 from mmldlm.config import load_config
 from mmldlm.data.batch_schedule import BatchSize
-from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
-from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.memory_estimate import Estimate, estimate
-from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import record_list
 
 quick = pytest.mark.quick
@@ -120,67 +114,6 @@ def test_a_late_stage_is_refused_before_anything_is_created(
 # ---- the loader ----------------------------------------------------------------------------------------------
 
 
-def loader(store: Store, batch_at: Callable[[int], BatchSize], workers: int, rank: int = 0, world: int = 1) -> Loader:
-    return Loader(store, "train", DataConfig(num_workers=workers, window=64), 5, batch_at, rank, world)
-
-
-def sizes(world_size: int, *settings: str) -> Callable[[int], BatchSize]:
-    config = load_config(None, ["train.global_batch_size=8", "train.micro_batch_size=4", *settings]).train
-    config.check_batches(world_size)
-    return partial(config.batch_at, world_size=world_size)
-
-
-def in_order(batches: list[Batch]) -> list[int]:
-    """The samples of one step as the order has them: by slot."""
-    slots, samples = (torch.cat([getattr(batch, name) for batch in batches]) for name in ("slots", "sample_ids"))
-    assert slots.sort().values.tolist() == list(range(len(slots)))
-    return samples[slots.argsort()].tolist()
-
-
-@quick
-def test_a_ramp_reads_each_sample_once(tiny_store: Path) -> None:
-    store = Store.open(tiny_store)
-    n = len(store.split("train"))
-    order = SampleOrder(store.split("train").lengths, 5, window=64)
-    read: list[int] = []
-    for world in (1, 2):
-        batch_at, workers = sizes(world, RAMP), (0, 2) if world == 1 else (2, 0)
-        ranks = [loader(store, batch_at, each, rank, world).steps(0, 14) for rank, each in enumerate(workers[:world])]
-        others = loader(store, batch_at, workers[1]).steps(0, 14) if world == 1 else None
-        result: list[int] = []
-        for together in zip(*ranks, strict=True):
-            step, size = together[0][0], batch_at(together[0][0])
-            assert all(len(batches) == size.accumulation(world) for _, batches in together)
-            assert all(len(batch.lengths) == size.micro_batch_size for _, batches in together for batch in batches)
-            result += in_order([batch for _, batches in together for batch in batches])
-            if others is not None:
-                assert same(next(others), together[0])
-            assert len(result) == sum(batch_at(each).global_batch_size for each in range(step + 1))
-        assert result == order.take(0, len(result)).tolist() and len(result) > n
-        assert sorted(result[:n]) == list(range(n))
-        assert result == (read or result)
-        read = result
-
-
-def same(one: tuple[int, list[Batch]], other: tuple[int, list[Batch]]) -> bool:
-    tensors = ("tokens", "latents", "sample_ids", "slots")
-    return one[0] == other[0] and all(
-        a.lengths == b.lengths and all(torch.equal(getattr(a, name), getattr(b, name)) for name in tensors)
-        for a, b in zip(one[1], other[1], strict=True)
-    )
-
-
-@quick
-@pytest.mark.parametrize("workers", [0, 2])
-def test_reading_resumes_at_any_step(tiny_store: Path, workers: int) -> None:
-    """The default position is the sum over the stages."""
-    store, batch_at = Store.open(tiny_store), sizes(1, RAMP)
-    whole = list(loader(store, batch_at, 0).steps(0, 12))
-    reader = loader(store, batch_at, workers)
-    for start, stop in ((2, 8), (5, 9), (7, 8), (0, 3)):
-        assert all(map(same, reader.steps(start, stop), whole[start:stop]))
-
-
 # ---- runs ----------------------------------------------------------------------------------------------------
 
 
@@ -204,28 +137,6 @@ def same_end(one: Path, other: Path) -> bool:
 
 
 COMMON = ("validation.every=0", "schedule.lr=constant", "optim.warmup_steps=2", "train.global_batch_size=8")
-
-
-def test_micro_batches_alone_change_no_curve(tiny_config: Path, tmp_path: Path) -> None:
-    read: dict[str, list[set[int]]] = {}
-
-    class RecordingTrainer(Trainer):
-        def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
-            read.setdefault(self.run_dir.name, []).append(set(in_order(micro_batches)))
-            return super().corrupt(step, micro_batches)
-
-    schedule = "train.batch_schedule={0: {micro_batch_size: 2}, 2: {micro_batch_size: 4}, 5: {micro_batch_size: 8}}"
-    for name, setting in (("constant", "train.batch_schedule={}"), ("scheduled", schedule)):
-        arguments = [str(tiny_config), *COMMON, setting, "optim.lr=1e-4", f"run.dir={tmp_path / name}"]
-        assert train.main(arguments, trainer_cls=RecordingTrainer) == 0
-    assert read["constant"] == read["scheduled"]
-    for key in ("loss/total", "optim/grad_norm"):
-        ratio = curve(tmp_path / "scheduled", key) / curve(tmp_path / "constant", key)
-        assert len(ratio) == 8 and (ratio - 1).abs().max() < 1e-6, (key, ratio)
-    logged = [record["data/micro_batch_size"] for record in record_list(tmp_path / "scheduled")]
-    assert logged == [2, 2, 4, 4, 4, 8, 8, 8]
-    constant = {record["data/micro_batch_size"] for record in record_list(tmp_path / "constant")}
-    assert len(constant) == 1
 
 
 STAGES = ((4, 8, 8), (7, 24, 8), (9, 4, 2), (12, 128, 32))  # (end, global batch, micro-batch); the last in epoch 2

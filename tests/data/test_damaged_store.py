@@ -17,13 +17,10 @@ import pytest
 
 from mmldlm import cli, train
 from mmldlm.config import load_config
-from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.data.verify import partition_items, verify, verify_part
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids
-from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.engine_runs import environment
 from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import ROOT
@@ -145,40 +142,12 @@ def test_bad_samples_are_left_out_up_to_the_number_allowed(shards: Path) -> None
 
 
 @quick
-def test_the_order_without_bad_samples_is_what_it_was() -> None:
-    """Runs of earlier versions continue with the samples that they would have read."""
-    assert SampleOrder(np.arange(1, 101), 3, 32, 4).take(95, 10).tolist() == [84, 30, 31, 52, 93, 56, 62, 64, 68, 92]
-
-
-@quick
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_good_sample_is_read_once_an_epoch(shards: Path, workers: int) -> None:
-    skipped = [0, 1, 17, 39]
-    store = Store.open(shards).without({"train": skipped})
-    split, config = store.split("train"), DataConfig(num_workers=workers)
-    drawn: dict[int, list[int]] = {}
-    for world in (1, 2, 3):
-        slots: dict[int, int] = {}
-        for rank in range(world):
-            for step, batches in Loader(
-                store, "train", config, 5, constant_batch_size(6, 6 // world), rank, world
-            ).steps(0, 12):
-                for batch in batches:
-                    places = (6 * step + batch.slots).tolist()
-                    slots.update(zip(places, batch.sample_ids.tolist(), strict=True))
-                    parts = zip(batch.sample_ids.tolist(), batch.tokens.split(list(batch.lengths)), strict=True)
-                    assert all(np.array_equal(split.tokens(row), tokens.numpy()) for row, tokens in parts)
-        drawn[world] = [slots[place] for place in range(72)]
-    assert drawn[1] == drawn[2] == drawn[3]
-    assert sorted(drawn[1][:36]) == sorted(drawn[1][36:]) == sorted(set(range(40)) - set(skipped))
-
-
-@quick
 def test_validation_draws_the_same_samples_but_the_bad_ones(shards: Path) -> None:
-    whole = Store.open(shards).split("validation")
+    store = Store.open(shards)
+    whole = store.split("validation")
     drawn = validation_ids(whole, 7)
     skipped = sorted(drawn[1:3])
-    assert validation_ids(whole.without(skipped), 4) == [drawn[0], *drawn[3:6]]
+    assert validation_ids(store.without({"validation": skipped}).split("validation"), 4) == [drawn[0], *drawn[3:6]]
 
 
 @quick

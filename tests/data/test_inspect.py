@@ -11,7 +11,7 @@ import pytest
 
 from mmldlm import cli
 from mmldlm.data.inspect import info, samples, verify_store
-from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
+from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, Manifest
 from mmldlm.data.nearest import nearest_neighbors
 from mmldlm.data.store import Store
 from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_store
@@ -93,8 +93,6 @@ def test_intact_store_passes(store_path: Path, tmp_path: Path, capsys: pytest.Ca
     for path in (store_path, tmp_path / "shards"):
         assert cli.main(["data", "verify", str(path)]) == 0
         assert f"{path}: intact: " in capsys.readouterr().out
-    (tmp_path / "shards" / CHECKSUM_NAME).unlink()  # as earlier versions wrote them
-    assert verify_store(tmp_path / "shards", threads=1) == []
 
 
 def test_every_flipped_bit_is_found_in_the_file_that_has_it(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,37 +106,8 @@ def test_every_flipped_bit_is_found_in_the_file_that_has_it(copy: Path, capsys: 
             assert_user_error((status, capsys.readouterr().err), 65, name)
             path.write_bytes(content)
     assert verify_store(copy) == []
-
-
-def change(manifest: dict, key: str) -> None:
-    """Another value of `a.b.c`, as plausible as the first."""
-    *path, last = key.split(".")
-    for name in path:
-        manifest = manifest[name]
-    value = manifest[last]
-    if isinstance(value, list):
-        value[0] += 0.001
-    elif isinstance(value, str):
-        manifest[last] = value[:-1] + ("0" if value[-1] != "0" else "1")
-    else:
-        manifest[last] = value + 1 if isinstance(value, int) else value * 1.001
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "vocab_size", "mask_id", "pad_id", "max_length", "tokenizer.sha256", "encoder.revision", "encoder.dim",
-        "latent.mean", "latent.rms", "latent.max_norm", "splits.train.samples", "splits.test.tokens",
-        "splits.validation.characters",
-    ],
-)  # fmt: skip
-def test_contradicting_numbers_are_found_without_a_seal(key: str, copy: Path) -> None:
-    manifest = json.loads((copy / MANIFEST_NAME).read_text())
-    change(manifest, key)
-    (copy / MANIFEST_NAME).write_text(json.dumps(manifest))
     (copy / CHECKSUM_NAME).unlink()
-    result = verify_store(copy)
-    assert any(key in line for line in result), result
+    assert "expected none" in verify_store(copy)[0]
 
 
 def test_all_faults_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +115,7 @@ def test_all_faults_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     store = tmp_path / "store"
     overwrite_value(store, "train-00001.tokens", 3, 60_000)
     overwrite_value(store, "test-00000.latents", (2, 0, 1), np.nan)
-    (store / CHECKSUM_NAME).unlink()
+    Manifest.read(store).write(store)  # seals it again
     flip_bit(store / "train-00004.latents.npy")
     flip_bit(store / "test-00000.characters.npy")
     assert cli.main(["data", "verify", str(store), "--threads", "2"]) == 65

@@ -25,7 +25,7 @@ from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.errors import DataError, UsageError
+from mmldlm.errors import DataError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import reencoding_metrics
 from mmldlm.run.load import load_run
@@ -221,22 +221,6 @@ def test_options_decide_on_the_encoder(tmp_path: Path, capsys: pytest.CaptureFix
     assert Store.open(out).split("train").latents(0).shape == (2, 5)
     with pytest.raises(DataError, match="a store with other encoder_steps"):
         main([*given, *small, "--encoder-steps", "3"])
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"encoder_steps": 3}, "--encoder-steps 3: --encoder is lsa, expected learned"),
-        ({"encoder_width": 64}, "--encoder-width 64: --encoder is lsa, expected learned"),
-        ({"encoder": "learned", "encoder_steps": 0}, "--encoder-steps 0: expected at least 1"),
-        ({"encoder": "learned", "encoder_width": 100}, "--encoder-width 100: expected a multiple of 32"),
-        ({"encoder": "learned", "prompt": "query: "}, "--prompt query: : --encoder is learned, expected sentence-"),
-    ],
-)
-def test_options_that_make_no_sense(tmp_path: Path, options: dict, message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        prepare(replace(PrepareConfig(str(tmp_path / "store"), ("a.txt",)), **options))
 
 
 def test_an_evaluation_encodes_texts_again(store: Path, tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ import torch
 
 from mmldlm import train
 from mmldlm.batch import Batch
-from mmldlm.data import shard as mapped
+from mmldlm.data import store as mapped
 from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.shard import Shard
-from mmldlm.data.store import Store
+from mmldlm.data.store import Shard, Store
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
 from tests.helpers.batch_sizes import constant_batch_size

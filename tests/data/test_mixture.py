@@ -5,19 +5,17 @@ from __future__ import annotations
 import hashlib
 import pickle
 import shutil
-from collections import Counter
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from mmldlm.config import load_config, require_paths
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.mixture import open_data
-from mmldlm.data.sampler import MixedOrder, MixturePart, SampleOrder, count_draws
+from mmldlm.data.sampler import MixedOrder, SampleOrder, StoreSamples, count_draws
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids
@@ -38,7 +36,7 @@ def mixed(weights: Sequence[float], counts: Sequence[int], window: int = 64, blo
     """An order of parts of `counts` samples, of random lengths."""
     firsts = np.cumsum([0, *counts]).tolist()
     parts = [
-        MixturePart(first, count, np.empty(0, np.int64), share, key)
+        StoreSamples(first, count, np.empty(0, np.int64), share, key)
         for key, (first, count, share) in enumerate(zip(firsts, counts, shares(weights), strict=False))
     ]
     return MixedOrder(np.random.default_rng(0).integers(1, 100, firsts[-1]), 5, parts, window, block)
@@ -172,30 +170,6 @@ def test_rows_hold_the_samples_of_their_store(weighed: dict[str, float], three: 
     assert len(pickle.dumps(split)) < 1500 and np.array_equal(again.tokens(345), split.tokens(345))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_every_world_size_reads_the_same_from_any_position(weighed: dict[str, float], workers: int) -> None:
-    store = open_data(weighed).without({"train": [2, 310, 346]})
-    config = DataConfig(num_workers=workers, window=32)
-    order = Loader(store, "train", config, 5, constant_batch_size(16, 4)).order
-    stream = order.take(0, 16 * 60)
-    assert not np.isin([2, 310, 346], stream).any() and len(order) == 344
-    latent = store.manifest.latent
-    for world in (1, 2, 4):
-        for start, stop in [(17, 23)] if workers else [(0, 40), (17, 23)]:
-            slots: dict[int, int] = {}
-            for rank in range(world):
-                loader = Loader(store, "train", config, 5, constant_batch_size(16, 4), rank, world)
-                for step, batches in loader.steps(start, stop, 16 * start):
-                    for batch in batches:
-                        assert len(batch.lengths) == 4
-                        slots.update(zip((16 * step + batch.slots).tolist(), batch.sample_ids.tolist(), strict=True))
-                        raw = store.split("train").gather(batch.sample_ids.numpy())[2]
-                        assert torch.equal(batch.latents, torch.from_numpy(latent.standardize(raw)))
-            assert [slots[place] for place in range(16 * start, 16 * stop)] == stream[16 * start : 16 * stop].tolist()
-    result = Counter(np.searchsorted([300, 340], stream, side="right").tolist())
-    assert [result[number] for number in range(3)] == count_draws(len(stream), shares((0.7, 0.2, 0.1)))
-
-
 def test_paths_and_map_order_do_not_matter(weighed: dict[str, float], three: list[Path], tmp_path: Path) -> None:
     elsewhere = {
         str(shutil.copytree(path, tmp_path / str(number))): weighed[str(path)] for number, path in enumerate(three)
@@ -284,11 +258,12 @@ def test_mixture_is_checked_before_reading(weighed: dict[str, float]) -> None:
 
 
 def test_validation_is_of_all_stores_by_their_shares(weighed: dict[str, float]) -> None:
-    split = open_data(weighed).split("validation")
+    store = open_data(weighed)
+    split = store.split("validation")
     ids = validation_ids(split, 20)
     assert len(set(ids)) == 20
     assert {name: len(rows) for name, rows in split.group_by_source(ids).items()} == {"one": 14, "two": 4, "three": 2}
     bad = [ids[0], ids[19]]
-    assert not set(bad) & set(validation_ids(split.without(sorted(bad)), 20))
+    assert not set(bad) & set(validation_ids(store.without({"validation": sorted(bad)}).split("validation"), 20))
     with pytest.raises(DataError, match="two: all 24 samples of split validation are bad"):
-        split.without(range(24, 48))
+        store.without({"validation": range(24, 48)})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +12,14 @@ import pytest
 import torch
 
 from mmldlm.batch import Batch
-from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.data.batch_schedule import BatchSize, TrainConfig, deal
 from mmldlm.data.loader import DataConfig, Loader, fixed_batches
-from mmldlm.data.micro_batches import deal
-from mmldlm.data.sampler import SampleOrder, permute
+from mmldlm.data.mixture import open_data
+from mmldlm.data.sampler import SampleOrder, make_sample_order, permute
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError
 from tests.helpers.batch_sizes import constant_batch_size
+from tests.helpers.stores import random_letters_store
 
 pytestmark = pytest.mark.quick
 
@@ -70,17 +72,6 @@ def equal(one: Batch, other: Batch) -> bool:
     return one.lengths == other.lengths and all(torch.equal(getattr(one, t), getattr(other, t)) for t in tensors)
 
 
-def test_workers_change_nothing_and_any_step_can_be_resumed(store: Store) -> None:
-    alone = dict(loader(store).steps(0, 12))
-    with_workers = loader(store, num_workers=2)
-    for start, stop in [(0, 12), (5, 9)]:  # the second call uses the persistent workers again
-        result = dict(with_workers.steps(start, stop))
-        assert list(result) == list(range(start, stop))
-        for step, batches in result.items():
-            assert len(batches) == 8
-            assert all(equal(one, other) for one, other in zip(batches, alone[step], strict=True))
-
-
 def test_abandoned_iterator_leaves_no_workers(store: Store) -> None:
     reader = loader(store, num_workers=2)
     next(reader.steps(0, 12))
@@ -88,53 +79,10 @@ def test_abandoned_iterator_leaves_no_workers(store: Store) -> None:
     assert step == 7 and equal(batches[0], next(loader(store).steps(7, 8))[1][0])
 
 
-def test_every_world_size_reads_the_same_global_batches(store: Store) -> None:
-    split = store.split("train")
-    for step in (0, 3, 11):
-        expected = SampleOrder(split.lengths, 5).take(step * 64, 64)
-        for world, micro in [(1, 8), (2, 4), (4, 2), (8, 8), (2, 32)]:
-            slots: dict[int, int] = {}
-            tokens = []
-            for rank in range(world):
-                batches = next(loader(store, 64, micro, rank, world).steps(step, step + 1))[1]
-                tokens.append(sum(len(batch.tokens) for batch in batches))
-                for batch in batches:
-                    assert len(batch.lengths) == micro and list(batch.lengths) == sorted(batch.lengths)
-                    slots.update(zip(batch.slots.tolist(), batch.sample_ids.tolist(), strict=True))
-            assert [slots[slot] for slot in range(64)] == expected.tolist()
-            assert max(tokens) - min(tokens) <= int(split.lengths[expected].max())
-
-
 def test_ranks_get_nearly_equal_tokens_at_every_micro_step() -> None:
     lengths = np.random.default_rng(1).integers(1, 500, 512)
     counts = np.stack([lengths[slots].sum(axis=0) for slots in deal(lengths, BatchSize(512, 16), 8, 1)])
     assert counts.shape == (4, 8) and (np.ptp(counts, axis=1) <= 0.03 * counts.max(axis=1)).all()
-
-
-@pytest.mark.parametrize(("world", "micro"), [(1, 8), (2, 4), (4, 8), (8, 1)])
-def test_token_counts_of_all_ranks_are_known(store: Store, world: int, micro: int) -> None:
-    for step in (0, 5):
-        tokens = loader(store, 32, micro, 0, world).micro_batch_tokens(step * 32, BatchSize(32, micro))
-        assert tokens.shape == (world, 32 // (micro * world))
-        for rank in range(world):
-            ((_, batches),) = loader(store, 32, micro, rank, world).steps(step, step + 1)
-            latent_tokens = micro * store.manifest.latent.tokens
-            assert tokens[rank].tolist() == [len(batch.tokens) + latent_tokens for batch in batches]
-
-
-def test_batches_hold_the_stored_samples_standardized(store: Store) -> None:
-    split = store.split("train")
-    squares = []
-    for _, batches in loader(store).steps(0, 6):
-        for batch in batches:
-            assert batch.tokens.dtype == torch.int64 and batch.latents.dtype == torch.float32
-            parts = batch.tokens.split(list(batch.lengths))
-            for sample, tokens, latents in zip(batch.sample_ids.tolist(), parts, batch.latents, strict=True):
-                assert np.array_equal(tokens.numpy(), split.tokens(sample))
-                restored = store.restore(latents.numpy())
-                assert np.allclose(restored, split.latents(sample), atol=1e-5)
-            squares.append(batch.latents.square().sum(-1))
-    assert torch.cat(squares).mean().item() == pytest.approx(store.manifest.latent.channels, rel=0.1)
 
 
 def test_fixed_batches_give_slots_in_the_order_asked_for(store: Store) -> None:
@@ -164,3 +112,61 @@ def test_loader_state_is_small_when_pickled(store: Store) -> None:
     split = pickle.loads(pickle.dumps(store.split("train")))
     assert len(pickle.dumps(store)) < 1000 and len(pickle.dumps(split)) < 1000
     assert np.array_equal(split.tokens(3), store.split("train").tokens(3))
+
+
+# --- ranks, workers and steps ---------------------------------------------------------------------
+
+RAMP = {3: {"global_batch_size": 16, "micro_batch_size": 2}, 5: {"micro_batch_size": 4}, 7: {"global_batch_size": 64}}
+SCENARIOS: dict[str, TrainConfig] = {
+    "samples": TrainConfig(global_batch_size=32, micro_batch_size=8),
+    "tokens": TrainConfig(global_batch_size=32, micro_batch_tokens=60),
+    "ramp": TrainConfig(global_batch_size=8, batch_schedule=RAMP),
+    "mixture": TrainConfig(global_batch_size=16, micro_batch_size=4),
+    "bad samples": TrainConfig(global_batch_size=48, micro_batch_size=12),
+}
+
+
+@pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (4, 1)])
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_ranks_together_read_the_samples_of_each_step(
+    scenario: str, world: int, workers: int, store: Store, tmp_path: Path
+) -> None:
+    """By slot, those of the order; in micro-batches that are as announced; from any step on."""
+    train, skipped = SCENARIOS[scenario], [0, 1, 17, 39]
+    if scenario == "mixture":
+        sizes = {"one": 300, "two": 40, "three": 7}
+        paths = [random_letters_store(tmp_path / name, count, seed) for seed, (name, count) in enumerate(sizes.items())]
+        store = open_data(dict(zip(map(str, paths), (0.7, 0.2, 0.1), strict=True)))
+    store = store.without({"train": skipped}) if scenario == "bad samples" else store
+    split, latent = store.split("train"), store.manifest.latent
+    order, config = make_sample_order(split, 5, 64), DataConfig(num_workers=workers, window=64)
+    train.check_batches(world)
+    batch_at = partial(train.batch_at, world_size=world)
+    loaders = [Loader(store, "train", config, 5, batch_at, rank, world) for rank in range(world)]
+    read: list[int] = []
+    for start, stop, position in [(0, 16, None), (5, 9, train.samples_before(5))]:  # with the same workers again
+        for together in zip(*(loader.steps(start, stop, position) for loader in loaders), strict=True):
+            step = together[0][0]
+            size, first = batch_at(step), train.samples_before(step)
+            tokens = loaders[0].micro_batch_tokens(first, size)
+            samples: dict[int, int] = {}
+            for rank, (_, batches) in enumerate(together):
+                counts = [len(batch.lengths) for batch in batches]
+                assert counts == [len(batch.lengths) for batch in together[0][1]]
+                assert size.micro_batch_tokens or counts == [size.micro_batch_size] * size.accumulation(world)
+                assert tokens[rank].tolist() == [
+                    len(batch.tokens) + count * latent.tokens for batch, count in zip(batches, counts, strict=True)
+                ]
+                for batch, count in zip(batches, counts, strict=True):
+                    assert list(batch.lengths) == sorted(batch.lengths)
+                    in_batch = len(batch.tokens) + count * latent.tokens
+                    assert count == 1 or not size.micro_batch_tokens or in_batch <= size.micro_batch_tokens
+                    raw_tokens, lengths, raw_latents = split.gather(batch.sample_ids.numpy())
+                    assert np.array_equal(batch.tokens.numpy(), raw_tokens) and batch.lengths == tuple(lengths.tolist())
+                    assert np.array_equal(batch.latents.numpy(), latent.standardize(raw_latents))
+                    samples.update(zip(batch.slots.tolist(), batch.sample_ids.tolist(), strict=True))
+            expected = order.take(first, size.global_batch_size).tolist()
+            assert [samples[slot] for slot in range(size.global_batch_size)] == expected
+            read += expected
+    if scenario == "bad samples":
+        assert not set(read) & set(skipped) and set(read[: len(order)]) == set(range(len(split))) - set(skipped)

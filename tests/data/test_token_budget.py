@@ -14,10 +14,8 @@ import torch
 from mmldlm import train
 from mmldlm.batch import Batch
 from mmldlm.config import load_config
-from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.data.batch_schedule import BatchSize, deal, largest_micro_batches, largest_possible
 from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.micro_batches import deal, largest_micro_batches, largest_possible
-from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import ConfigError
@@ -115,34 +113,6 @@ def test_with_a_budget_only_ranks_must_divide_a_global_batch() -> None:
 
 
 # ---- the loader --------------------------------------------------------------------------------------------------
-
-
-@quick
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_ranks_together_read_the_samples_of_each_step(tiny_store: Path, world: int, workers: int) -> None:
-    store = Store.open(tiny_store)
-    latent_tokens, size = store.manifest.latent.tokens, BatchSize(32, 32 // world, 60)
-    config = DataConfig(num_workers=workers, window=64)
-    loaders = [Loader(store, "train", config, 5, lambda _step: size, rank, world) for rank in range(world)]
-    order = SampleOrder(store.split("train").lengths, 5, window=64)
-    counts = set()
-    for together in zip(*(loader.steps(2, 6) for loader in loaders), strict=True):
-        step = together[0][0]
-        tokens = loaders[0].micro_batch_tokens(step * 32, size)
-        counts.add(tokens.shape[1])
-        read: dict[int, int] = {}
-        samples = np.array([len(batch.lengths) for batch in together[0][1]])
-        for rank, (_, batches) in enumerate(together):
-            assert [len(batch.lengths) for batch in batches] == samples.tolist()
-            assert [len(batch.tokens) + len(batch.lengths) * latent_tokens for batch in batches] == tokens[
-                rank
-            ].tolist()
-            for batch in batches:
-                read.update(zip(batch.slots.tolist(), batch.sample_ids.tolist(), strict=True))
-        assert [read[slot] for slot in range(32)] == order.take(step * 32, 32).tolist()
-        assert (tokens.max(axis=0) <= 60)[samples > 1].all()
-    assert len(counts) > 1 or min(counts) > 1, "the budget matters"
 
 
 @quick

@@ -18,9 +18,8 @@ import psutil
 import pytest
 
 from mmldlm.batch import Batch
-from mmldlm.data.dataset import Split
 from mmldlm.data.loader import DataConfig, Loader
-from mmldlm.data.store import Store
+from mmldlm.data.store import Split, Store
 from mmldlm.data.workers import ignore_signals_in_worker
 from mmldlm.errors import DataError
 from tests.helpers.batch_sizes import constant_batch_size

@@ -2,71 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import psutil
 
-from tests.helpers.paths import ROOT
-
 STAGES = ("read", "fit", "tokenize", "encode", "measure", "merge")
 _SAMPLE_S = 0.05
 WORDS = 50_000
 _CONSONANTS, _VOWELS = "bcdfghklmnprstvz", "aeiou"
 _AT_ONCE = 10_000  # documents of one random state
-
-
-def build(corpus: Path, store: Path, processes: int, *options: object) -> tuple[float, int, dict[str, float]]:
-    """Run the command; return its seconds, its peak of resident bytes, and the seconds of each stage that it ran."""
-    began, log = time.perf_counter(), store.with_suffix(".log")
-    process = started(corpus, store, processes, *options)
-    peak = peak_until(process, lambda: False)
-    seconds = time.perf_counter() - began
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, "mmldlm prepare", stderr=log.read_text())
-    printed = dict(re.findall(r"(\w+) ([\d.]+) s\b", log.read_text()))
-    spent = {stage: float(printed.get(stage, 0)) for stage in STAGES}
-    return seconds, peak, spent | {"encode": spent["encode"] - spent["tokenize"]}
-
-
-def started(corpus: Path, store: Path, processes: int, *options: object) -> psutil.Popen:
-    """Start a preparation in a process group of its own, with its output in a file next to the store."""
-    command = [
-        sys.executable,
-        "-m",
-        "mmldlm.cli",
-        "prepare",
-        corpus,
-        "--out",
-        store,
-        "--processes",
-        processes,
-        *options,
-    ]
-    with store.with_suffix(".log").open("w") as file:
-        return psutil.Popen(
-            [str(each) for each in command],
-            cwd=ROOT,
-            stderr=file,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-
-
-def peak_until(process: psutil.Popen, enough: Callable[[], bool]) -> int:
-    """Return the peak of resident bytes until the process ends, or until `enough` returns True."""
-    peak = 0
-    while process.poll() is None and not enough():
-        peak = max(peak, resident(process))
-        time.sleep(_SAMPLE_S)
-    return peak
 
 
 def resident(process: psutil.Process) -> int:

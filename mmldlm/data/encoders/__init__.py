@@ -11,8 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.encoders.base import ImportedLatents, LatentEncoder
-from mmldlm.data.encoders.chunked import ChunkedEncoder
+from mmldlm.data.encoders.base import ChunkedEncoder, ImportedLatents, LatentEncoder
 from mmldlm.data.encoders.learned import LearnedEncoder
 from mmldlm.data.encoders.lsa import LsaEncoder
 from mmldlm.data.encoders.sentence_transformers import SentenceTransformerEncoder
@@ -39,11 +38,8 @@ _ENCODERS: dict[str, Any] = {
 def load_encoder(folder: Path | str, **model_options: Any) -> LatentEncoder:
     """Load the encoder that `save` wrote to the `encoder` folder of a store.
 
-    Args:
-        **model_options: Batch size, device and location of a `SentenceTransformerEncoder`, which change no latents.
-
-    Raises:
-        DataError: The encoder is missing or damaged, or its model has changed.
+    `model_options` are batch size, device and location of a `SentenceTransformerEncoder`, which change no latents. If
+    the encoder is missing or damaged, or its model has changed, that is a `DataError`.
     """
     folder = Path(folder)
     path, description = folder / "encoder.json", read_description(folder)

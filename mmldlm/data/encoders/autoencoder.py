@@ -80,14 +80,7 @@ class TextAutoencoder(nn.Module):
         self.bias = nn.Parameter(torch.zeros(sizes.vocab_size))
 
     def decode(self, latents_BMC: Tensor, ids_BL: Tensor, padding_BL: Tensor, masked_BL: Tensor) -> Tensor:
-        """Return logits of the masked tokens, [masked, V].
-
-        Args:
-            latents_BMC: Latents of norm sqrt(C), perhaps with noise.
-            ids_BL: Tokens, masked ones replaced.
-            padding_BL: Positions to ignore.
-            masked_BL: Positions to predict.
-        """
+        """Return logits of the tokens at `masked_BL`, [masked, V], from latents of norm sqrt(C), perhaps with noise."""
         weights_BLM = point_weights(padding_BL, latents_BMC.shape[1]).transpose(1, 2)
         weights_BLM = weights_BLM / weights_BLM.sum(2, keepdim=True).clamp_min(1e-6)  # padding has none
         inputs = self.encoder.embed(ids_BL) + weights_BLM @ self.from_latent(latents_BMC)

@@ -1,4 +1,4 @@
-"""`LatentEncoder`: the interface of all encoders; and `ImportedLatents`, for latents that were computed elsewhere.
+"""`LatentEncoder`: the interface of all encoders; and those that compute no latents themselves.
 
 Shape letters: n texts, M latent tokens of a sample, C latent channels.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,14 +49,9 @@ class ImportedLatents:
         channels: int | None = None,
         normalize: bool = True,
     ):
-        """Create an encoder.
+        """Create from the `name` of a model and `shape` [M, C] of its latents; `revision` tells sources of them apart.
 
-        Args:
-            name: Name of the model that computed the latents.
-            revision: Distinguishes sources of latents.
-            shape: [M, C] of the source latents.
-            channels: C to truncate to; by default all. More than there are is a `UsageError`.
-            normalize: Scale truncated vectors to unit norm.
+        More `channels` to truncate to than there are, are a `UsageError`.
         """
         self.name, self.revision = name, revision
         self.latent_tokens, self.source_channels = shape
@@ -76,29 +72,65 @@ class ImportedLatents:
     @property
     def identity(self) -> dict[str, Any]:
         """See `LatentEncoder.identity`."""
-        return {
-            "name": self.name,
-            "revision": self.revision,
-            "prompt": None,
-            "normalisation": "l2" if self.normalize else None,
-            "dim": self.channels,
-        }
+        return make_identity(self.name, self.revision, self.channels, self.normalize)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return NaN [n, M, C], as there is no encoder for new text."""
         return np.full((len(texts), self.latent_tokens, self.channels), np.nan, np.float32)
 
     def save(self, folder: Path | str) -> None:
-        """Write the encoder to `folder`."""
+        """See `LatentEncoder.save`."""
         shape = {"latent_tokens": self.latent_tokens, "source_channels": self.source_channels}
         write_description(Path(folder), {"kind": self.kind, "normalise": self.normalize, **shape, **self.identity})
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> ImportedLatents:
         """Load the encoder that `save` wrote."""
-        del folder
         shape = (description["latent_tokens"], description["source_channels"])
         return cls(description["name"], description["revision"], shape, description["dim"], description["normalise"])
+
+
+class ChunkedEncoder:
+    """Encodes a text into M latents by another encoder, one for each of M segments of equally many words, in order.
+
+    Words are separated by white space. If a text has fewer than M words, some are part of several segments.
+    """
+
+    kind = "stretches"
+
+    def __init__(self, inner: LatentEncoder, latent_tokens: int):
+        assert inner.latent_tokens == 1
+        self.inner, self.latent_tokens, self.channels = inner, latent_tokens, inner.channels
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Return the identity of the inner encoder, with M."""
+        return self.inner.identity | {"stretches": self.latent_tokens}
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """Return latents float32 [n, M, C]; NaN for segments that the inner encoder cannot encode."""
+        segments = [segment for text in texts for segment in self.segments(text)]
+        return self.inner.encode(segments).reshape(len(texts), self.latent_tokens, self.channels)
+
+    def segments(self, text: str) -> list[str]:
+        """Split a text into M segments."""
+        words = text.split()
+        # In integers, so that sizes differ by at most one word.
+        edges = [i * len(words) // self.latent_tokens for i in range(self.latent_tokens + 1)]
+        return [" ".join(words[begin : max(end, begin + 1)]) for begin, end in pairwise(edges)]
+
+    def save(self, folder: Path | str) -> None:
+        """See `LatentEncoder.save`."""
+        self.inner.save(Path(folder) / "inner")
+        write_description(Path(folder), {"kind": self.kind, "latent_tokens": self.latent_tokens})
+
+
+def make_identity(
+    name: str, revision: str | None, channels: int, normalize: bool = True, prompt: str | None = None
+) -> dict[str, Any]:
+    """Return the part of `LatentEncoder.identity` that all encoders have."""
+    normalization = "l2" if normalize else None
+    return {"name": name, "revision": revision, "prompt": prompt, "normalisation": normalization, "dim": channels}
 
 
 def normalize_rows(vectors: np.ndarray) -> np.ndarray:

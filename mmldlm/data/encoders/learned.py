@@ -22,7 +22,7 @@ from mmldlm.data.encoders.autoencoder import (
     pad_tokens,
     train_autoencoder,
 )
-from mmldlm.data.encoders.base import write_description
+from mmldlm.data.encoders.base import make_identity, write_description
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 
@@ -42,8 +42,8 @@ class LearnedEncoder:
 
     def __init__(self, network: TextEncoder, tokenizer: Tokenizer, sizes: AutoencoderSizes, steps: int, seed: int):
         """Create from a trained `network`; `steps` and `seed` of the training are only recorded."""
-        self._network, self._tokenizer, self._sizes = network.eval(), tokenizer, sizes
-        self._steps, self._seed = steps, seed
+        self._network, self._tokenizer = network.eval(), tokenizer
+        self._options = {"sizes": asdict(sizes), "steps": steps, "seed": seed}
         self.latent_tokens, self.channels = sizes.latent_tokens, sizes.channels
 
     @classmethod
@@ -57,14 +57,9 @@ class LearnedEncoder:
         seed: int,
         progress: Progress,
     ) -> LearnedEncoder:
-        """Train an encoder on `texts`; deterministic for equal arguments on one thread.
+        """Train an encoder of latents of `shape` [M, C] on `texts`; deterministic for equal arguments on one thread.
 
-        Args:
-            shape: [M, C] of the latents.
-            width: Width of the networks, a multiple of `HEAD_WIDTH`.
-
-        Raises:
-            DataError: No text has a token.
+        `width` is a multiple of `HEAD_WIDTH`. If no text has a token, that is a `DataError`.
         """
         tokens = [np.array(ids, np.int64) for ids in tokenizer.encode_batch(list(texts)) if ids]
         if not tokens:
@@ -79,17 +74,7 @@ class LearnedEncoder:
         digest = hashlib.sha256(self._tokenizer.identity.encode())
         for name, weight in sorted(self._network.state_dict().items()):
             digest.update(name.encode() + weight.numpy().tobytes())
-        return {
-            "name": self.kind,
-            "revision": digest.hexdigest(),
-            "prompt": None,
-            "normalisation": "l2",
-            "dim": self.channels,
-            **self._options(),
-        }
-
-    def _options(self) -> dict[str, Any]:
-        return {"sizes": asdict(self._sizes), "steps": self._steps, "seed": self._seed}
+        return make_identity(self.kind, digest.hexdigest(), self.channels) | self._options
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return latents float32 [n, M, C] of unit norm; NaN for texts without tokens."""
@@ -114,7 +99,7 @@ class LearnedEncoder:
     def save(self, folder: Path | str) -> None:
         """Write the encoder to `folder`: weights, tokenizer, description."""
         folder = Path(folder)
-        write_description(folder, {"kind": self.kind, "revision": self.identity["revision"], **self._options()})
+        write_description(folder, {"kind": self.kind, "revision": self.identity["revision"], **self._options})
         self._tokenizer.save(folder / _TOKENIZER)
         save_file(self._network.state_dict(), folder / _WEIGHTS)
 

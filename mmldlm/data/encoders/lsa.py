@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from safetensors.numpy import load_file, save_file
 
-from mmldlm.data.encoders.base import normalize_rows, write_description
+from mmldlm.data.encoders.base import make_identity, normalize_rows, write_description
 from mmldlm.errors import DataError
 from mmldlm.utils.progress import print_status
 
@@ -47,11 +47,8 @@ class LsaEncoder:
     def fit(cls, texts: Iterable[str], channels: int | None = None, seed: int = 0) -> LsaEncoder:
         """Fit an encoder to `texts`; deterministic for equal texts and seed (of the randomized SVD).
 
-        Args:
-            channels: C, the rank of the SVD; by default 64, or fewer, with a notice, if the corpus has less to tell.
-
-        Raises:
-            DataError: The corpus has fewer texts or words than `channels`.
+        `channels` is C, the rank of the SVD; by default 64, or fewer, with a notice, if the corpus has less to tell.
+        More than it has texts or words are a `DataError`.
         """
         texts = list(texts)
         frequency: Counter[str] = Counter()
@@ -120,15 +117,7 @@ class LsaEncoder:
         """See `LatentEncoder.identity`."""
         digest = hashlib.sha256("\n".join(self.terms).encode())
         digest.update(self._idf.numpy().tobytes() + self._projection.numpy().tobytes())
-        return {
-            "name": "lsa",
-            "revision": digest.hexdigest(),
-            "prompt": None,
-            "normalisation": "l2",
-            "dim": self.channels,
-            "terms": len(self.terms),
-            "seed": self.seed,
-        }
+        return make_identity("lsa", digest.hexdigest(), self.channels) | {"terms": len(self.terms), "seed": self.seed}
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return latents float32 [n, 1, C] of unit norm; NaN for texts without a known word."""
@@ -140,7 +129,7 @@ class LsaEncoder:
         return normalize_rows(projected.numpy())[:, None, :]
 
     def save(self, folder: Path | str) -> None:
-        """Write the encoder to `folder`."""
+        """See `LatentEncoder.save`."""
         folder = Path(folder)
         write_description(folder, {"kind": self.kind, "seed": self.seed, "terms": self.terms})
         arrays = {"idf": self._idf.numpy(), "projection": self._projection.numpy()}

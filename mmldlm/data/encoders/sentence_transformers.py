@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmldlm.data.encoders.base import normalize_rows, write_description
+from mmldlm.data.encoders.base import make_identity, normalize_rows, write_description
 from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.files import write_atomically
 
@@ -48,14 +48,11 @@ class SentenceTransformerEncoder:
         batch_size: int = 32,
         device: str | None = None,
     ):
-        """Load the model.
+        """Load the model of this name or in this folder.
 
-        Args:
-            name_or_folder: Name or folder of the model.
-            channels: C to truncate to; by default all.
-            prompt: Text to prepend to each text; E5, for example, expects "query: " or "passage: ".
-            prompt_name: One of the model's own prompts, such as "query" of Qwen3-Embedding; used without `prompt`.
-            revision: Commit of a model given by name.
+        `channels` is C to truncate to, by default all. Each text follows the `prompt`; E5, for example, expects
+        "query: " or "passage: ". Without one, `prompt_name` is that of one of the model's own prompts. `revision` is
+        the commit of a model given by name.
 
         Raises:
             UsageError: The library is not installed, or an option does not suit the model.
@@ -67,10 +64,10 @@ class SentenceTransformerEncoder:
             raise UsageError(
                 f"--encoder {self.kind}:{name_or_folder} needs sentence-transformers: pip install mmldlm[encoders]"
             ) from None
-        if revision and Path(name_or_folder).is_dir():
+        is_folder = Path(name_or_folder).is_dir()
+        if revision and is_folder:
             raise UsageError(f"--encoder-revision {revision}: {name_or_folder} is a folder, expected a model by name")
         try:
-            is_folder = Path(name_or_folder).is_dir()
             _check_modules(name_or_folder, revision)
             self._model = SentenceTransformer(
                 name_or_folder,
@@ -108,13 +105,7 @@ class SentenceTransformerEncoder:
     @property
     def identity(self) -> dict[str, Any]:
         """See `LatentEncoder.identity`."""
-        return {
-            "name": self.name,
-            "revision": self._revision(),
-            "prompt": self.prompt,
-            "normalisation": "l2" if self.normalize else None,
-            "dim": self.channels,
-        }
+        return make_identity(self.name, self._revision(), self.channels, self.normalize, self.prompt)
 
     def _revision(self) -> str | None:
         """Return a hash of a local folder's files, or the commit of a downloaded model if known."""

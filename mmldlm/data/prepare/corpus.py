@@ -1,19 +1,22 @@
-"""Documents on disk between the stages of a preparation: cached by chunk, each with its split and its group."""
+"""Documents on disk between the stages of a preparation: cached by chunk, each with its split and its group.
+
+A group has documents that must be in the same split: equal texts, or texts that differ in a word or its place.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.dedup import near_duplicate_groups
+from mmldlm.data.manifest import SPLITS
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.shard_writer import SPLITS
 
 TRAIN = SPLITS.index("train")
 EXCLUDED = 255  # the split of documents that are not in the store
@@ -23,12 +26,16 @@ SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alon
 _DOCUMENTS, _OFFSETS = "documents", "offsets.npy"
 _MAX_GROUPS_IN_MEMORY = 1 << 22
 _SAMPLE_BITS = 20
+_MIN_WORDS = 4  # of a near-duplicate
+# Identifiers and numbers: words with a digit or underscore, dotted names, camel case, and calls.
+_NAME = re.compile(r"\S*(?:[0-9_]|\w\.\w|[a-z][A-Z]|\(\))\S*")
+_WORD = re.compile(r"#|\w+")
 
 
 class DocumentCacheWriter:
     """Context manager that writes documents to `folder`.
 
-    A document is a line of JSON, followed by the bytes of its tokens and latents if it has any.
+    A document is a line of JSON, followed by its tokens and its latents, as numpy saves them, if it has any.
     """
 
     def __init__(self, folder: Path):
@@ -48,46 +55,108 @@ class DocumentCacheWriter:
 
     def add(self, document: Document) -> None:
         """Append a document."""
-        arrays = [
-            None if array is None else np.ascontiguousarray(array) for array in (document.tokens, document.latents)
-        ]
-        headers = [None if array is None else [array.dtype.str, array.shape] for array in arrays]
-        line = [document.text, document.source, document.line, document.key, *headers]
+        arrays = (document.tokens, document.latents)
+        line = [document.text, document.source, document.line, document.key, *(array is not None for array in arrays)]
         self._offsets.append(self._file.tell())
         self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
         for array in arrays:
             if array is not None:
-                self._file.write(array.tobytes())
+                np.save(self._file, array, allow_pickle=False)
 
 
-class DocumentCache:
-    """The documents that a `DocumentCacheWriter` wrote to `folder`."""
-
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._offsets = np.load(folder / _OFFSETS, mmap_mode="r", allow_pickle=False)
-
-    def __len__(self) -> int:
-        return len(self._offsets)
-
-    def documents(self, indices: Iterable[int] | None = None) -> Iterator[Document]:
-        """Yield all documents, or those at `indices`."""
-        with (self.folder / _DOCUMENTS).open("rb") as file:
-            for index in range(len(self)) if indices is None else indices:
-                if indices is not None:
-                    file.seek(self._offsets[index])
-                text, source, line, key, *headers = json.loads(file.readline().decode("utf-8", "surrogatepass"))
-                # The arrays follow their line, so reading all documents in order needs no seek.
-                tokens, latents = (_read_array(file, header) for header in headers)
-                yield Document(text, source, line, tokens=tokens, latents=latents, key=key)
+def cached_documents(folder: Path, indices: Iterable[int] | None = None) -> Iterator[Document]:
+    """Yield all documents that a `DocumentCacheWriter` wrote to `folder`, or those at `indices`."""
+    offsets = np.load(folder / _OFFSETS, mmap_mode="r", allow_pickle=False)
+    with (folder / _DOCUMENTS).open("rb") as file:
+        for index in range(len(offsets)) if indices is None else indices:
+            if indices is not None:
+                file.seek(offsets[index])
+            text, source, line, key, *has_array = json.loads(file.readline().decode("utf-8", "surrogatepass"))
+            # The arrays follow their line, so reading all documents in order needs no seek.
+            tokens, latents = (np.load(file, allow_pickle=False) if has else None for has in has_array)
+            yield Document(text, source, line, tokens=tokens, latents=latents, key=key)
 
 
-def _read_array(file: BinaryIO, header: list[Any] | None) -> np.ndarray | None:
-    if header is None:
-        return None
-    dtype, shape = np.dtype(header[0]), tuple(header[1])
-    content = file.read(dtype.itemsize * int(np.prod(shape, dtype=np.int64)))
-    return np.frombuffer(content, dtype).reshape(shape)
+# --- groups and splits ----------------------------------------------------------------------------
+
+
+def exact_group(text: str) -> str:
+    """Return the key of a text's group: the same for texts that differ only in case and white space."""
+    normal = " ".join(text.casefold().split())
+    return hashlib.blake2b(normal.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
+
+
+def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return a key for each text, equal for near-duplicates, and statistics of the groups.
+
+    Two texts are near-duplicates if their words are equal, or, with at least 4 words each, become equal once up to one
+    word is removed from each: one is inserted, replaced or moved. Case and punctuation are ignored, and all numbers and
+    identifiers count as the same word. Groups are the transitive closure. A key is a function of the texts of its
+    group, so it depends neither on the order of the texts nor on the other groups.
+    """
+    words = [_WORD.findall(_NAME.sub("#", text).casefold()) for text in texts]
+    signatures, owners = _signatures(words)
+    parents = np.arange(len(texts))
+
+    def root(index: int) -> int:  # union-find with path halving
+        while parents[index] != index:
+            parents[index] = parents[parents[index]]
+            index = int(parents[index])
+        return index
+
+    # Neighbors in sorted order with equal signatures are near-duplicates: no pair is compared by its words.
+    order = np.argsort(signatures, kind="stable")
+    same = np.flatnonzero(signatures[order][1:] == signatures[order][:-1])
+    for first, second in zip(owners[order][same].tolist(), owners[order][same + 1].tolist(), strict=True):
+        root_1, root_2 = root(first), root(second)
+        parents[max(root_1, root_2)] = min(root_1, root_2)
+    roots = [root(index) for index in range(len(texts))]
+    keys: dict[int, str] = {}
+    for index, key in zip(roots, map(exact_group, texts), strict=True):
+        # The smallest exact key names the group, which makes it independent of the order of the texts.
+        keys[index] = min(keys.get(index, key), key)
+    sizes = np.bincount(np.array(roots, np.int64), minlength=1)
+    largest = int(sizes.argmax())
+    statistics = {
+        "method": "one-deletion",
+        "documents": len(texts),
+        "groups": int((sizes > 0).sum()),
+        "largest_group": int(sizes[largest]),
+        "largest_group_example": min((texts[i] for i, r in enumerate(roots) if r == largest), default=""),
+    }
+    return [keys[index] for index in roots], statistics
+
+
+def _signatures(words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return 64-bit signatures uint64 [n] of texts and of texts without one word, and their texts' indices int64 [n].
+
+    The signature of a text is the sum over its words of (random number of the word) x (random odd number of the
+    position), modulo 2^64. Without a word it is the sum of the words before it at their positions, and of those after
+    it one position earlier. A chance collision among 10^6 signatures has probability 1e-7.
+    """
+    lengths = np.array([len(text) for text in words], np.int64)
+    vocabulary: dict[str, int] = {}
+    ids = np.array([vocabulary.setdefault(word, len(vocabulary)) for text in words for word in text], np.int64)
+    random = np.random.Generator(np.random.PCG64(0))
+    word_values = random.integers(0, 1 << 64, len(vocabulary), np.uint64)
+    position_values = random.integers(0, 1 << 64, int(lengths.max(initial=0)) + 1, np.uint64) | np.uint64(1)
+    owners = np.repeat(np.arange(len(words)), lengths)
+    # The place of each word within its text, [all words].
+    positions = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    # Sums up to each word over all texts. They wrap, so that differences of them are right modulo 2^64.
+    sums, shifted_sums = (
+        np.concatenate([[np.uint64(0)], np.cumsum(word_values[ids] * position_values[places], dtype=np.uint64)])
+        for places in (positions, positions - 1)
+    )
+    stops = np.cumsum(lengths)
+    starts, place = stops - lengths, np.arange(len(ids))
+    full = sums[stops] - sums[starts]
+    without_word = (sums[place] - sums[starts[owners]]) + (shifted_sums[stops[owners]] - shifted_sums[place + 1])
+    # A short text equals others only as a whole.
+    is_short = lengths < _MIN_WORDS
+    full ^= np.where(is_short, position_values[-1], np.uint64(0))
+    is_long = ~is_short[owners]
+    return np.concatenate([full, without_word[is_long]]), np.concatenate([np.arange(len(words)), owners[is_long]])
 
 
 def assign_split(group: str, config: PrepareConfig) -> int:
@@ -106,18 +175,19 @@ def hash64(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
+# --- all chunks -----------------------------------------------------------------------------------
+
+
 class Corpus:
-    """The cached chunks of a preparation.
+    """The cached chunks of a preparation; holds the splits and groups of one at a time, unless a method says otherwise.
 
-    Holds the splits and groups of one chunk at a time, unless a method says otherwise.
-
-    Args:
-        splits_folder: Where splits are stored that differ from those in `folders`: of near-duplicates, which depend on
-            other chunks, and of documents that are excluded later.
+    Splits that differ from those in `folders` are in `splits_folder`: of near-duplicates, which depend on other chunks,
+    and of documents that are excluded later.
     """
 
     def __init__(self, folders: Sequence[Path], splits_folder: Path):
         self._folders, self._splits_folder = folders, splits_folder
+        self._chunks = range(len(folders))
 
     def splits(self, chunk: int) -> np.ndarray:
         """Return the split of each document of a chunk: uint8 [n], an index in `SPLITS` or `EXCLUDED`."""
@@ -140,12 +210,9 @@ class Corpus:
     def _groups(self, chunk: int) -> np.ndarray:
         return np.load(self._folders[chunk] / GROUPS_FILE, allow_pickle=False)
 
-    def _chunks(self) -> range:
-        return range(len(self._folders))
-
     def documents(self, chunk: int) -> Iterator[tuple[int, Document]]:
         """Yield the split and the document for each document of a chunk that is not excluded."""
-        documents = DocumentCache(self._folders[chunk]).documents()
+        documents = cached_documents(self._folders[chunk])
         for split, document in zip(self.splits(chunk).tolist(), documents, strict=True):
             if split != EXCLUDED:
                 yield split, document
@@ -153,7 +220,7 @@ class Corpus:
     def split_sizes(self) -> dict[str, int]:
         """Return the number of documents in each split."""
         sizes = np.zeros(EXCLUDED + 1, np.int64)
-        for chunk in self._chunks():
+        for chunk in self._chunks:
             sizes += np.bincount(self.splits(chunk), minlength=len(sizes))
         return dict(zip(SPLITS, sizes[: len(SPLITS)].tolist(), strict=True))
 
@@ -166,7 +233,7 @@ class Corpus:
             # Both inclusive, as 2^64 itself is no uint64.
             low, high = index * 2**64 // num_ranges, (index + 1) * 2**64 // num_ranges - 1
             parts = []
-            for chunk in self._chunks():
+            for chunk in self._chunks:
                 groups = self._groups(chunk)[self.splits(chunk) != EXCLUDED]
                 parts.append(groups[(groups >= np.uint64(low)) & (groups <= np.uint64(high))])
             sizes = np.unique(np.concatenate(parts), return_counts=True)[1]
@@ -177,10 +244,10 @@ class Corpus:
     def split_near_duplicates(self, config: PrepareConfig) -> dict[str, Any]:
         """Assign all documents, in memory, to splits again, near-duplicates to the same; return statistics."""
         keys, statistics = near_duplicate_groups(
-            [document.text for chunk in self._chunks() for _, document in self.documents(chunk)]
+            [document.text for chunk in self._chunks for _, document in self.documents(chunk)]
         )
         new_splits = iter([assign_split(key, config) for key in keys])
-        for chunk in self._chunks():
+        for chunk in self._chunks:
             splits = self.splits(chunk)
             # In the order in which the texts were collected above, without the excluded ones.
             for index in np.flatnonzero(splits != EXCLUDED).tolist():
@@ -196,12 +263,12 @@ class Corpus:
         """
         # Hashes are compared by their leading bits, whose histogram gives the threshold without sorting all hashes.
         histogram = np.zeros(1 << _SAMPLE_BITS, np.int64)
-        for chunk in self._chunks():
+        for chunk in self._chunks:
             prefixes = self._groups(chunk)[self.splits(chunk) == TRAIN] >> np.uint64(64 - _SAMPLE_BITS)
             histogram += np.bincount(prefixes.astype(np.int64), minlength=len(histogram))
         # The largest prefix range whose documents do not exceed the limit.
         threshold = int(np.searchsorted(np.cumsum(histogram), max_documents, side="right"))
-        for chunk in self._chunks():
+        for chunk in self._chunks:
             is_sampled = (self._groups(chunk) >> np.uint64(64 - _SAMPLE_BITS)).astype(np.int64) < threshold
             indices = np.flatnonzero(is_sampled & (self.splits(chunk) == TRAIN))
-            yield from DocumentCache(self._folders[chunk]).documents(indices.tolist())
+            yield from cached_documents(self._folders[chunk], indices.tolist())

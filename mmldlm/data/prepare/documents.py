@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, TypeVar, get_args
 
@@ -41,12 +41,14 @@ ProblemKind = Literal[
 class Part:
     """A range of one input that can be read independently of the rest.
 
-    `start` and `stop` (exclusive) are byte offsets in a text file and row indices in a table.
+    `start` and `stop` (exclusive) are byte offsets in a text file, and indices of row groups or record batches in a
+    table.
     """
 
     path: str
     start: int
     stop: int
+    first_line: int = 1  # number of the line or row at `start`
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,10 @@ class Document:
     tokens: np.ndarray | None = None
     latents: np.ndarray | None = None
     key: str = ""
+
+    def problem(self, kind: ProblemKind, reason: str) -> Problem:
+        """Return the reason why this document is not in the store."""
+        return Problem(self.source, self.line, kind, reason)
 
 
 @dataclass(frozen=True)
@@ -83,12 +89,9 @@ class Problem:
         return f"{self.source}:{self.line}: {self.reason}"
 
 
-Track: TypeAlias = "Callable[[Iterable[Document], str], Iterable[Document]]"  # documents, their unit in the report
-
-
-def no_tracking(documents: Iterable[Document], unit: str) -> Iterable[Document]:
-    """Return the documents without reporting progress."""
-    return documents
+DocumentStream: TypeAlias = Iterator[Document | Problem]
+# What one task reads: parts of inputs, each with its format, or the name of an embedded corpus and no format.
+Chunk: TypeAlias = tuple[tuple[str, Part], ...]
 
 
 def batches(items: Iterable[_T]) -> Iterator[list[_T]]:

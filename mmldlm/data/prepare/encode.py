@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,14 +11,14 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mmldlm.data.encoders import ImportedLatents, LatentEncoder
-from mmldlm.data.manifest import token_dtype
+from mmldlm.data.manifest import SPLITS, token_dtype
 from mmldlm.data.prepare.corpus import SPLITS_FOLDER, Corpus
 from mmldlm.data.prepare.documents import Document, Problem, batches
 from mmldlm.data.prepare.job import Job
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.report import DOCUMENTS, ProblemLog, StageProgress
-from mmldlm.data.shard_writer import SPLITS, ShardWriter
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.data.writer import ShardWriter
 from mmldlm.errors import DataError
 
 SHARD_SAMPLES = 100_000
@@ -53,38 +53,30 @@ def encode_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) ->
             counts.update(batch_counts)
             for sample_batch in batches(samples):  # a batch of long documents has many samples
                 _write_samples(shards, sample_batch, encoder, problems.add)
-        contents = shards.finish()
-        return {
-            "counts": counts,
-            "latent_tokens": encoder.latent_tokens,
-            "contents": contents.save(folder),
-            **problems.result(),
-        }
+        return {"counts": counts, "contents": shards.finish().save(folder), **problems.result()}
 
 
 def make_samples(
     documents: Sequence[tuple[int, Document]], tokenizer: Tokenizer, config: PrepareConfig, report: ReportProblem
 ) -> tuple[list[TokenizedSample], Counter[str]]:
-    """Tokenize documents, and split or truncate those that are too long.
+    """Tokenize documents, given with the index of their split, and split or truncate those that are too long.
 
-    Args:
-        documents: Pairs of the index of the split in `SPLITS`, and a document.
-        report: Called with the problem of each document that yields no sample.
-
-    Returns:
-        The samples in the order of the documents; and how many documents were too long (`over_length`), with the counts
-        of `Tokenizer.count_losses`.
+    Return the samples in the order of the documents; and how many documents were too long (`over_length`), with the
+    counts of `Tokenizer.count_losses`. Problems of documents that yield no sample are reported.
     """
+    new_ids = iter(_encode_texts([document for _, document in documents if document.tokens is None], tokenizer, report))
+    encoded = [
+        (split, document, next(new_ids) if document.tokens is None else document.tokens.tolist())
+        for split, document in documents
+    ]
+    tokenized = [(split, document, ids) for split, document, ids in encoded if ids is not None]
+    counts = tokenizer.count_losses([document.text for _, document, _ in tokenized], [ids for *_, ids in tokenized])
     samples = []
-    tokenized = [*zip(documents, _tokenize(documents, tokenizer, report), strict=True)]
-    encoded = [(document.text, tokens.tolist()) for (_, document), tokens in tokenized if tokens is not None]
-    counts = tokenizer.count_losses([text for text, _ in encoded], [ids for _, ids in encoded])
-    for (split, document), tokens in tokenized:
-        if tokens is None:
-            continue
+    for split, document, ids in tokenized:
+        tokens = np.asarray(ids, np.int64)
         if len(tokens) < config.min_length:
             reason = f"{len(tokens)} tokens, expected at least {config.min_length}"
-            report(Problem(document.source, document.line, "too_short", reason))
+            report(document.problem("too_short", reason))
         elif len(tokens) <= config.max_length:
             samples.append(TokenizedSample(document, split, document.text, tokens))
         elif document.latents is not None and config.over_length == "split":
@@ -92,7 +84,7 @@ def make_samples(
                 f"{len(tokens)} tokens, but one latent, which cannot be split: expected at most --max-length "
                 f"{config.max_length}, or --over-length cut"
             )
-            report(Problem(document.source, document.line, "too_long", reason))
+            report(document.problem("too_long", reason))
         else:
             counts["over_length"] += 1
             # Parts of equal size, so that the last one does not consist of a few tokens.
@@ -104,17 +96,6 @@ def make_samples(
     return samples, counts
 
 
-def _tokenize(
-    documents: Sequence[tuple[int, Document]], tokenizer: Tokenizer, report: ReportProblem
-) -> Iterator[np.ndarray | None]:
-    """Yield the tokens int64 [L] of each document, its own if any; None, after a report, if it cannot be tokenized."""
-    untokenized = [document for _, document in documents if document.tokens is None]
-    new_ids = iter(_encode_texts(untokenized, tokenizer, report))
-    for _, document in documents:
-        ids = next(new_ids) if document.tokens is None else document.tokens
-        yield None if ids is None else np.asarray(ids, np.int64)
-
-
 def _encode_texts(documents: Sequence[Document], tokenizer: Tokenizer, report: ReportProblem) -> list[list[int] | None]:
     """Return the ids of each text; None, after a report, if the tokenizer cannot encode it."""
     try:
@@ -122,7 +103,7 @@ def _encode_texts(documents: Sequence[Document], tokenizer: Tokenizer, report: R
     except DataError as error:
         if len(documents) > 1:  # find the documents that failed
             return [ids for document in documents for ids in _encode_texts([document], tokenizer, report)]
-        report(Problem(documents[0].source, documents[0].line, "unencodable", str(error)))
+        report(documents[0].problem("unencodable", str(error)))
         return [None]
 
 
@@ -130,7 +111,7 @@ def _write_samples(
     shards: ShardWriter, samples: Sequence[TokenizedSample], encoder: LatentEncoder, report: ReportProblem
 ) -> None:
     """Write the samples with finite latents, and report the others."""
-    if isinstance(encoder, ImportedLatents):
+    if is_imported := isinstance(encoder, ImportedLatents):
         # `complete_documents` lets no document without latents pass, so rows still match `samples`.
         latents = encoder.convert(
             [sample.document.latents for sample in samples if sample.document.latents is not None]
@@ -139,11 +120,9 @@ def _write_samples(
         latents = encoder.encode([sample.text for sample in samples])
     finite = np.isfinite(latents).all(axis=(1, 2))
     for index in np.flatnonzero(~finite).tolist():
-        document, text = samples[index].document, samples[index].text
-        reason = f"the encoder gives no latent for {text[:40]!r}"
-        if isinstance(encoder, ImportedLatents):
-            reason = "its latent is not finite or has norm zero"
-        report(Problem(document.source, document.line, "no_latent", reason))
+        reason = f"the encoder gives no latent for {samples[index].text[:40]!r}"
+        reason = "its latent is not finite or has norm zero" if is_imported else reason
+        report(samples[index].document.problem("no_latent", reason))
     for split_index, split in enumerate(SPLITS):
         rows = [row for row, sample in enumerate(samples) if sample.split == split_index and finite[row]]
         if rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,8 @@ from mmldlm.data.prepare.corpus import SPLITS_FOLDER, TRAIN, Corpus
 from mmldlm.data.prepare.documents import Problem, batches
 from mmldlm.data.prepare.encode import make_samples
 from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.latent_pairing import find_unusable, first_latent_shape
+from mmldlm.data.prepare.latent_pairing import find_misfits, first_latent_shape
 from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.readers.latents import LatentFile
 from mmldlm.data.prepare.report import ProblemLog, StageProgress, check_losses, check_problem_budget
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
@@ -46,7 +45,12 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     corpus = Corpus(folders, folder / SPLITS_FOLDER)
     # Unusable documents are excluded first: they must not decide on groups, tokenizer or encoder.
     with ProblemLog(config, folder, progress.reported) as problems:
-        for number, indices in find_unusable(latents, folders, results, problems.add).items():
+        unusable: dict[int, list[int]] = {}
+        for number, index, problem in find_misfits(latents, folders, results):
+            problems.add(problem)
+            if index is not None:
+                unusable.setdefault(number, []).append(index)
+        for number, indices in unusable.items():
             corpus.exclude(number, indices)
     check_problem_budget(config, [*results, problems.result()])
     num_documents = sum(corpus.split_sizes().values())
@@ -67,28 +71,20 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     progress.phase("fitting the encoder")
     # A long document has several samples, so the limit on documents is applied to samples again.
     texts = islice(_training_texts(corpus, tokenizer, config), config.fit_documents)
-    shape = first_latent_shape(results)
-    encoder = _fit_encoder(config, job.plan.sources, latents, shape, texts, tokenizer, progress)
+    encoder = _fit_encoder(job, texts, tokenizer, progress)
     encoder.save(folder / "encoder")
     return {"grouping": grouping, **problems.result()}
 
 
-def _fit_encoder(
-    config: PrepareConfig,
-    sources: Sequence[dict[str, Any]],
-    latents: LatentFile | None,
-    shape: tuple[int, int] | None,
-    texts: Iterable[str],
-    tokenizer: Tokenizer,
-    progress: StageProgress,
-) -> LatentEncoder:
-    """Return the encoder of `config`: fitted, pretrained, or a placeholder for imported latents (of `shape` [M, C])."""
+def _fit_encoder(job: Job, texts: Iterable[str], tokenizer: Tokenizer, progress: StageProgress) -> LatentEncoder:
+    """Return the encoder of the options: fitted, pretrained, or a placeholder for imported latents."""
+    config, latents = job.config, job.latents
     kind, _, name = config.encoder.partition(":")
     if config.imports_latents:
         # Included latents are part of the inputs, so the hashes of these identify them, unless the user does.
-        digest = hashlib.sha256(json.dumps(sources, sort_keys=True).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(job.plan.sources, sort_keys=True).encode()).hexdigest()
         revision = config.encoder_version or (latents.revision if latents else digest)
-        shape = latents.shape if latents else shape
+        shape = latents.shape if latents else first_latent_shape(job.results("read"))
         assert shape is not None, "a document without latents"
         return ImportedLatents(config.latents_of or kind, revision, shape, config.channels, config.normalise)
     if config.encoder_folder is not None:
@@ -131,9 +127,8 @@ def _training_texts(corpus: Corpus, tokenizer: Tokenizer, config: PrepareConfig)
     for batch in batches((TRAIN, document) for document in documents):
         samples, batch_counts = make_samples(batch, tokenizer, config, problems.append)
         counts.update(batch_counts)
-        for sample in samples:
-            has_samples = True
-            yield sample.text
+        has_samples = has_samples or bool(samples)
+        yield from (sample.text for sample in samples)
         # The stage `encode` makes the same samples again, and it reports their problems.
         serious = [problem for problem in problems if not problem.harmless]
         if config.on_problem == "error":  # else they are counted when all documents are encoded

@@ -1,4 +1,4 @@
-"""A preparation and its staging folder, where each finished task is a folder of its own.
+"""A preparation: its plan, its stages, and its staging folder, where each finished task is a folder of its own.
 
 `STORE.incomplete/` holds `plan.json`, the lock, and one folder per finished task, such as `read-00003`. Such a folder
 appears in one rename, so a preparation that was killed continues behind the last of them, and two processes that happen
@@ -12,16 +12,18 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mmldlm import __version__
 from mmldlm.data.encoders import LatentEncoder, SentenceTransformerEncoder, load_encoder
 from mmldlm.data.manifest import MANIFEST_NAME, Manifest
-from mmldlm.data.prepare.inputs import latent_file
+from mmldlm.data.prepare.documents import Chunk, Part
+from mmldlm.data.prepare.inputs import describe_sources, find_inputs, make_chunks
 from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.plan import Plan
+from mmldlm.data.prepare.readers import python_docs
 from mmldlm.data.prepare.readers.latents import LatentFile
 from mmldlm.data.prepare.report import StageProgress
 from mmldlm.data.tokenizer import Tokenizer
@@ -29,6 +31,37 @@ from mmldlm.errors import DataError
 from mmldlm.utils.files import fsync, write_atomically
 
 _PLAN, _RESULT = "plan.json", "result.json"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A preparation of `chunks` with the `options` that its store records.
+
+    `sources` describes all inputs with their hashes, as in the store's manifest. Chunks depend only on the sizes of the
+    inputs and on `--part-bytes`, not on the number of processes.
+    """
+
+    version: str
+    options: dict[str, Any]
+    sources: list[dict[str, Any]]
+    chunks: list[Chunk]
+
+    def to_json(self) -> str:
+        """Return the contents of `plan.json`."""
+        chunks = [[[format, asdict(part)] for format, part in chunk] for chunk in self.chunks]
+        return json.dumps({**vars(self), "chunks": chunks}, ensure_ascii=False) + "\n"
+
+
+def make_plan(config: PrepareConfig) -> Plan:
+    """Find the inputs of `config`, hash them and cut them into chunks."""
+    # As they are read back from `plan.json` and manifests, with which they are compared: tuples become lists.
+    options = json.loads(json.dumps(config.recorded()))
+    inputs = [] if config.corpus else find_inputs(config)
+    sources = describe_sources(inputs, config)
+    if config.corpus:
+        corpus_chunk = (("", Part(config.corpus, 0, 0)),)
+        return Plan(__version__, options, python_docs.sources(config.corpus) + sources, [corpus_chunk])
+    return Plan(__version__, options, sources, list(make_chunks(inputs, sources, config)))
 
 
 @dataclass(frozen=True)
@@ -59,7 +92,8 @@ class Job:
     @cached_property
     def latents(self) -> LatentFile | None:
         """The file of precomputed latents, if the options name one."""
-        return latent_file(self.config)
+        kind, _, path = self.config.encoder.partition(":")
+        return LatentFile(path, self.config.latent_ids) if kind == "precomputed" else None
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -80,10 +114,6 @@ class Job:
         """Return the folder of a task, which exists once the task is finished."""
         return self.staging / f"{stage}-{chunk:05d}"
 
-    def is_done(self, stage: str, chunk: int = 0) -> bool:
-        """Return whether a task is finished."""
-        return self.path(stage, chunk).exists()
-
     def result(self, stage: str, chunk: int = 0) -> dict[str, Any]:
         """Return what the function of a finished task returned."""
         return json.loads((self.path(stage, chunk) / _RESULT).read_text(encoding="utf-8"))
@@ -97,19 +127,19 @@ class Job:
 
         Work of another plan without `--overwrite` is a `DataError`.
         """
-        if (result := self.staged_plan()) not in ("", self.plan.to_json()):
-            if not self.config.overwrite:
-                other = ", ".join(_differing(result, self))
-                raise DataError(
-                    f"{self.staging}: left unfinished with other {other}; expected the same to continue, or "
-                    "--overwrite to start over"
-                )
+        staged = self.staged_plan()
+        is_other = staged not in ("", self.plan.to_json())
+        if is_other and not self.config.overwrite:
+            raise DataError(
+                f"{self.staging}: left unfinished with other {', '.join(self._differing(staged))}; expected the same "
+                "to continue, or --overwrite to start over"
+            )
+        if is_other:
             # Before the tasks are removed: if that is interrupted, the rest belongs to no plan and goes next time.
             (self.staging / _PLAN).unlink()
-            result = ""
         # Of this plan only temporary folders of killed tasks are removed; their names begin with a dot.
         for folder in self.staging.iterdir():
-            if folder.is_dir() and (not result or folder.name.startswith(".")):
+            if folder.is_dir() and (is_other or not staged or folder.name.startswith(".")):
                 shutil.rmtree(folder)
         write_atomically(self.staging / _PLAN, self.plan.to_json())
 
@@ -117,6 +147,17 @@ class Job:
         """Return the text of the plan that the staging folder belongs to, "" if there is none."""
         path = self.staging / _PLAN
         return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    def _differing(self, staged: str) -> list[str]:
+        """Return the names of what a staged plan differs in."""
+        try:
+            other = Plan(**json.loads(staged))
+            differing = self.config.differing(other.options)
+        except (ValueError, TypeError, AttributeError):
+            return ["contents"]
+        differing += ["sources"] if other.sources != self.plan.sources else []
+        differing += [f"version ({other.version})"] if other.version != self.plan.version else []
+        return differing or ["chunks"]
 
     @contextmanager
     def temporary_folder(self, name: str) -> Iterator[Path]:
@@ -141,26 +182,10 @@ class Job:
         manifest = Manifest.read(out)
         # `merge` adds the number of documents to the sources of an embedded corpus.
         known = [{key: value for key, value in source.items() if key != "documents"} for source in manifest.sources]
-        differing = config.differing(manifest.options)
-        if known != self.plan.sources:
-            differing.append("sources")
+        differing = config.differing(manifest.options) + (["sources"] if known != self.plan.sources else [])
         if differing:
             raise DataError(f"{out}: a store with other {', '.join(differing)}; expected a new folder, or --overwrite")
         return manifest
-
-
-def _differing(staged: str, job: Job) -> list[str]:
-    """Return the names of what a staged plan differs in."""
-    try:
-        other = Plan.from_json(staged)
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return ["contents"]
-    differing = job.config.differing(other.options)
-    if other.sources != job.plan.sources:
-        differing.append("sources")
-    if other.version != job.plan.version:
-        differing.append(f"version ({other.version})")
-    return differing or ["chunks"]
 
 
 class Stage(NamedTuple):
@@ -180,14 +205,14 @@ class Stage(NamedTuple):
         """Return the chunks whose tasks are not finished; 0 if the one task for all chunks is not."""
         if self.when and not self.when(job):
             return []
-        return [chunk for chunk in (job.chunks if self.per_chunk else [0]) if not job.is_done(self.name, chunk)]
+        return [chunk for chunk in (job.chunks if self.per_chunk else [0]) if not job.path(self.name, chunk).exists()]
 
 
 def run_task(job: Job, stage: Stage, chunk: int, progress: StageProgress) -> None:
     """Run a task unless it is finished; its folder appears in one rename."""
-    if job.is_done(stage.name, chunk):
-        return
     path = job.path(stage.name, chunk)
+    if path.exists():
+        return
     with job.temporary_folder(path.name) as folder:
         result = stage.run(job, chunk, folder, progress)
         (folder / _RESULT).write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,54 +1,21 @@
-"""Checks of imported latents that need all chunks: every latent has the same shape and belongs to one document.
-
-`LatentUses` are recorded for each chunk separately; the other functions run in one process, with the records of all.
-"""
+"""Checks of imported latents that need all chunks: every latent has the same shape and belongs to one document."""
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.corpus import DocumentCache
-from mmldlm.data.prepare.documents import Document, Problem
+from mmldlm.data.prepare.corpus import cached_documents
+from mmldlm.data.prepare.documents import Problem
 from mmldlm.data.prepare.readers.latents import LatentFile
-from mmldlm.errors import DataError
 
-# int64 [k, 4] of a chunk: row of the latents, index of the document in its cache or -1, index of its source, its line
-_FILE = "uses.npy"
-
-
-class LatentUses:
-    """The rows of a latent file that the documents of a chunk refer to."""
-
-    def __init__(self) -> None:
-        self._uses = array("q")
-        self._sources: dict[str, int] = {}
-
-    def add(self, row: int, index: int, item: Document | Problem) -> None:
-        """Record that `item` refers to `row`; `index` is its position in the document cache, -1 for a problem."""
-        source = self._sources.setdefault(item.source, len(self._sources))
-        self._uses.extend((row, index, source, item.line))
-
-    def save(self, folder: Path) -> dict[str, Any]:
-        """Write the records to `folder` and return what belongs into the result of the chunk."""
-        np.save(folder / _FILE, np.frombuffer(self._uses, np.int64).reshape(-1, 4), allow_pickle=False)
-        return {"sources": list(self._sources)}
-
-
-def first_positions(latents: LatentFile, counts: Sequence[int]) -> list[int]:
-    """Return the position of each chunk's first document in the whole input, given the number in each chunk.
-
-    If latents, which belong to documents by position, are more or fewer, that is a `DataError`.
-    """
-    if sum(counts) != len(latents.rows):
-        raise DataError(
-            f"{latents.path}: {len(latents.rows)} latents, expected {sum(counts)}, one for each document found"
-        )
-    return np.cumsum([0, *counts])[:-1].tolist()
+# What the documents of a chunk refer to, written by the stage `read`: int64 [k, 4], with the row of the latents, the
+# index of the document in its cache or -1 if it is a problem, the index of its source in the chunk's result, its line.
+USES_FILE = "uses.npy"
+Misfit = tuple[int, int | None, Problem]  # chunk, index of the document in it, problem
 
 
 def first_latent_shape(results: Sequence[dict[str, Any]]) -> tuple[int, int] | None:
@@ -56,52 +23,38 @@ def first_latent_shape(results: Sequence[dict[str, Any]]) -> tuple[int, int] | N
     return next((tuple(shape) for result in results for shape in result["shapes"]), None)
 
 
-def find_unusable(
-    latents: LatentFile | None,
-    folders: Sequence[Path],
-    results: Sequence[dict[str, Any]],
-    report: Callable[[Problem], None],
-) -> dict[int, list[int]]:
-    """Return by chunk the indices of documents whose latents have a wrong shape or belong to an earlier document.
+def find_misfits(
+    latents: LatentFile | None, folders: Sequence[Path], results: Sequence[dict[str, Any]]
+) -> Iterator[Misfit]:
+    """Yield documents whose latents have a wrong shape or belong to an earlier document, and latents without one.
 
-    Each problem is reported, also latents without a document.
+    `folders` and `results` are of the stage `read`, by chunk.
     """
-    unusable: dict[int, list[int]] = {}
-    # A file of latents has one shape; only included latents can differ. Both functions are generators, so one runs.
-    misfits = _find_misshapen(folders, results)
+    # A file of latents has one shape; only included latents can differ.
     if latents and not latents.by_position:
-        misfits = _find_unpaired(latents, folders, results)
-    for chunk, index, problem in misfits:
-        report(problem)
-        if index is not None:
-            unusable.setdefault(chunk, []).append(index)
-    return unusable
+        return _find_unpaired(latents, folders, results)
+    return _find_misshapen(folders, results)
 
 
-_Misfit = tuple[int, int | None, Problem]  # chunk, index of the document in it, problem
-
-
-def _find_misshapen(folders: Sequence[Path], results: Sequence[dict[str, Any]]) -> Iterator[_Misfit]:
+def _find_misshapen(folders: Sequence[Path], results: Sequence[dict[str, Any]]) -> Iterator[Misfit]:
     """Yield documents whose latents have another shape than the first document's."""
     shape = first_latent_shape(results)
     for chunk, (folder, result) in enumerate(zip(folders, results, strict=True)):
         if all(tuple(other) == shape for other in result["shapes"]):
             continue
-        for index, document in enumerate(DocumentCache(folder).documents()):
+        for index, document in enumerate(cached_documents(folder)):
             if document.latents is not None and shape is not None and document.latents.shape != shape:
                 latents = list(document.latents.shape)
                 reason = f"sample {document.key}: latents {latents}, expected {list(shape)} like the first sample"
-                yield chunk, index, Problem(document.source, document.line, "mismatch", reason)
+                yield chunk, index, document.problem("mismatch", reason)
 
 
-def _find_unpaired(
-    latents: LatentFile, folders: Sequence[Path], results: Sequence[dict[str, Any]]
-) -> Iterator[_Misfit]:
+def _find_unpaired(latents: LatentFile, folders: Sequence[Path], results: Sequence[dict[str, Any]]) -> Iterator[Misfit]:
     """Yield documents whose latent belongs to an earlier document, then the latents without a document."""
     owners = np.full((len(latents.rows), 2), -1, np.int64)  # by row: chunk of its first use, index of that use
     names: list[str] | None = None
     for chunk, folder in enumerate(folders):
-        uses = np.load(folder / _FILE, allow_pickle=False)
+        uses = np.load(folder / USES_FILE, allow_pickle=False)
         for use, (row, index, source, line) in enumerate(uses.tolist()):
             if owners[row, 0] < 0:
                 owners[row] = chunk, use
@@ -110,7 +63,7 @@ def _find_unpaired(
                 # The ids in order of the rows, listed only once there is something to report.
                 names = names or list(latents.rows)
                 owner_chunk, owner_use = owners[row].tolist()
-                owner_uses = np.load(folders[owner_chunk] / _FILE, mmap_mode="r", allow_pickle=False)
+                owner_uses = np.load(folders[owner_chunk] / USES_FILE, mmap_mode="r", allow_pickle=False)
                 _, _, owner_source, owner_line = owner_uses[owner_use].tolist()
                 owner = f"{results[owner_chunk]['sources'][owner_source]}:{owner_line}"
                 reason = f"id {names[row]!r} is already used by {owner}"

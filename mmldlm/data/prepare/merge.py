@@ -1,4 +1,4 @@
-"""Stage `merge`, one task for all chunks: join their shards into one store, in order, and publish it."""
+"""The last stages: the mean of the training latents, their spread around it, and all shards as one store."""
 
 from __future__ import annotations
 
@@ -9,23 +9,53 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.measure import chunk_contents, sum_contents
-from mmldlm.data.prepare.report import PROBLEMS_FILE, loss_shares, sum_counts
-from mmldlm.data.shard_writer import Contents, latent_info
-from mmldlm.data.store_writer import error_prefix, publish, write_manifest
+from mmldlm.data.prepare.report import (
+    PROBLEMS_FILE,
+    StageProgress,
+    check_losses,
+    check_problem_budget,
+    loss_shares,
+    sum_counts,
+)
+from mmldlm.data.writer import Contents, error_prefix, latent_info, publish, squared_deviations, write_manifest
 from mmldlm.utils.files import fsync
 
 
+def latent_mean(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
+    """Return the mean [C] of the training latents of all chunks.
+
+    More problems than the options allow, or a split without samples, are a `DataError`.
+    """
+    # The first stage that knows the problems of all encoded chunks.
+    check_problem_budget(job.config, [*job.results("read"), job.result("fit"), *job.results("encode")])
+    check_losses(job.config, sum_counts(job.results("encode"), "counts"))
+    with error_prefix(job.out):
+        return {"mean": _sum_contents(job).mean(job.encoder.latent_tokens).tolist()}
+
+
+def measure_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
+    """Return the squared deviations of a chunk's training latents from the mean: by shard, and the largest."""
+    mean = np.array(job.result("mean")["mean"])
+    shards = _chunk_contents(job, chunk).shards["train"]
+    squares, largest = squared_deviations(job.path("encode", chunk), shards, mean)
+    return {"squares": squares, "largest": largest}
+
+
 def merge(job: Job) -> None:
-    """Make the store of a job whose other stages are finished. An interrupted merge starts over."""
-    # No finished task is changed, so an interrupted merge can start over.
+    """Join the shards of all chunks into one store, in order, and publish it.
+
+    No finished task is changed, so an interrupted merge can start over.
+    """
     with job.temporary_folder("store") as folder:
         contents = _link_shards(job, folder)
         for name in ("tokenizer", "encoder"):
             shutil.copytree(job.path("fit") / name, folder / name)
+        read, encode = ([job.path(stage, chunk) for chunk in job.chunks] for stage in ("read", "encode"))
         with (folder / PROBLEMS_FILE).open("wb") as file:
-            for task in _reporting_tasks(job):
+            for task in [*read, job.path("fit"), *encode]:
                 with (task / PROBLEMS_FILE).open("rb") as part:
                     shutil.copyfileobj(part, file)
         measured = job.results("measure")
@@ -33,56 +63,58 @@ def merge(job: Job) -> None:
         largest = max(result["largest"] for result in measured)
         with error_prefix(job.out):
             latent = latent_info(contents, job.encoder.latent_tokens, squares, largest)
-        losses = loss_shares(sum_counts(job.results("encode")))
+        losses = loss_shares(sum_counts(job.results("encode"), "counts"))
         dtype, provenance = job.config.latent_dtype, _provenance(job)
         write_manifest(folder, contents, latent, job.tokenizer, job.encoder, dtype, provenance, losses)
         publish(folder, job.out, job.staging / "replaced")
 
 
-def _reporting_tasks(job: Job) -> list[Path]:
-    """Return the folders of the tasks that report problems, in order."""
-    read, encode = ([job.path(stage, chunk) for chunk in job.chunks] for stage in ("read", "encode"))
-    return [*read, job.path("fit"), *encode]
-
-
 def _provenance(job: Job) -> dict[str, Any]:
     """Return the manifest's fields sources, options, problems and grouping."""
     read, fit, encode = job.results("read"), job.result("fit"), job.results("encode")
-    problems = sum((Counter(result["problems"]) for result in [*read, fit, *encode]), Counter[str]())
-    sources = job.plan.sources
-    if job.config.corpus:  # with the number of documents from each package
-        origins = sum((Counter(result["origins"]) for result in read), Counter[str]())
-        sources = [
-            source | ({"documents": origins[source["package"]]} if "package" in source else {}) for source in sources
-        ]
+    problems = sum_counts([*read, fit, *encode], "problems")
+    origins = sum_counts(read, "origins")  # documents from each package of an embedded corpus
     return {
-        "sources": sources,
+        "sources": [
+            source | ({"documents": origins[source["package"]]} if "package" in source else {})
+            for source in job.plan.sources
+        ],
         "options": job.plan.options,
-        "problems": {**dict(sorted(problems.items())), "over_length": sum_counts(encode)["over_length"]},
+        "problems": {**dict(sorted(problems.items())), "over_length": sum_counts(encode, "counts")["over_length"]},
         "grouping": fit["grouping"],
     }
 
 
+def _chunk_contents(job: Job, chunk: int) -> Contents:
+    """Load the contents of the shards of an encoded chunk, which still have the names of the chunk."""
+    return Contents.load(job.path("encode", chunk), job.result("encode", chunk)["contents"])
+
+
+def _sum_contents(job: Job) -> Contents:
+    """Return the contents of all chunks in their order, on which sums of floats depend."""
+    total = _chunk_contents(job, 0)
+    for chunk in job.chunks[1:]:
+        total.add(_chunk_contents(job, chunk))
+    return total
+
+
 def _link_shards(job: Job, folder: Path) -> Contents:
     """Give the shards of all chunks their names in the store, as hard links in `folder`; return their contents."""
-    total = sum_contents(job)
+    total = _sum_contents(job)
     num_linked: Counter[str] = Counter()
     for chunk in job.chunks:
-        for split, shards in chunk_contents(job, chunk).shards.items():
+        for split, shards in _chunk_contents(job, chunk).shards.items():
             for shard in shards:
                 index = num_linked[split]
                 name = f"{split}-{index:05d}"
                 for suffix in shard.files:
-                    _link(job.path("encode", chunk) / f"{shard.name}.{suffix}", folder / f"{name}.{suffix}")
+                    source, path = job.path("encode", chunk) / f"{shard.name}.{suffix}", folder / f"{name}.{suffix}"
+                    try:
+                        # A link costs no second copy of the data and leaves the chunk's own file in place.
+                        os.link(source, path)
+                    except OSError:  # a file system without hard links
+                        shutil.copyfile(source, path)
+                        fsync(path)
                 total.shards[split][index] = replace(shard, name=name)
                 num_linked[split] += 1
     return total
-
-
-def _link(source: Path, path: Path) -> None:
-    try:
-        # A link costs no second copy of the data and leaves the chunk's own file in place.
-        os.link(source, path)
-    except OSError:  # a file system without hard links
-        shutil.copyfile(source, path)
-        fsync(path)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,77 +14,107 @@ from mmldlm.data.prepare.readers.python_docs import CORPORA
 from mmldlm.data.tokenizer import BUILT_IN
 from mmldlm.errors import UsageError
 
-# Options that do not affect the contents of the store.
-_NOT_RECORDED = (
-    "out",
-    "inputs",
-    "overwrite",
-    "lossy",
-    "encoder_batch_size",
-    "encoder_device",
-    "processes",
-    "cluster",
-    "cluster_options",
-)
 
+def option(
+    default: Any = None,
+    help: str = "",
+    *,
+    choices: tuple[str, ...] = (),
+    at_least: int | None = None,
+    recorded: bool = True,
+    **argument: Any,
+) -> Any:
+    """Return a field with the bounds and the arguments of argparse of its option, named after the field.
 
-CLUSTERS = ("slurm", "ray")
+    An option that is not `recorded` does not affect the contents of the store.
+    """
+    if choices:
+        argument["choices"] = choices
+    argument["help"] = help
+    metadata = {"choices": choices, "at_least": at_least, "recorded": recorded, "argument": argument}
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
     """Options of `mmldlm prepare`. Exactly one of `inputs` and `corpus` is set."""
 
-    out: str
-    inputs: tuple[str, ...] = ()
-    corpus: str | None = None
-    format: Format | None = None
-    field: str = "text"
-    tokens_field: str | None = None
-    latents_field: str | None = None
-    key_field: str | None = None
-    tokenizer: str = "bpe"
-    vocab_size: int = 4096
-    encoder: str = "lsa"
-    channels: int | None = None
-    prompt: str | None = None
-    prompt_name: str | None = None
-    encoder_revision: str | None = None
-    encoder_batch_size: int = 32
-    encoder_device: str | None = None
-    encoder_steps: int | None = None
-    encoder_width: int | None = None
-    normalise: bool = True
-    latent_tokens: int | None = None
-    latent_ids: str | None = None
-    latents_of: str | None = None
-    encoder_version: str | None = None
-    min_length: int = 1
-    max_length: int = 128
-    over_length: str = "split"
-    validation_fraction: float = 0.04
-    test_fraction: float = 0.04
-    near_duplicates: bool = False
-    latent_dtype: str = "float16"
-    on_problem: str = "error"
-    max_problems: int = 100
-    lossy: bool = False
-    seed: int = 0
-    part_bytes: int = 64 << 20
-    fit_documents: int = 100_000
-    overwrite: bool = False
-    processes: int = 1
-    cluster: str | None = None
-    cluster_options: tuple[str, ...] = ()
+    out: str = option("", "folder to create", recorded=False, required=True, metavar="STORE")
+    inputs: tuple[str, ...] = option(
+        (), "text, JSON, CSV, Parquet or Arrow: files, folders, glob patterns", recorded=False, nargs="*"
+    )
+    corpus: str | None = option(None, "an embedded corpus, instead of inputs", choices=CORPORA)
+    format: Format | None = option(None, f"{', '.join(FORMATS)} (default: by suffix)")  # noqa: RUF009
+    field: str = option("text", "field or column with the text (%(default)s)")
+    tokens_field: str | None = option(
+        None, "column of token ids produced by --tokenizer, instead of text", metavar="FIELD"
+    )
+    latents_field: str | None = option(None, "column of latents, for --encoder included", metavar="FIELD")
+    key_field: str | None = option(None, "field or column with the id of the document", metavar="FIELD")
+    tokenizer: str = option("bpe", "bpe, words (trained here), characters (a-z and space), or a PATH")
+    vocab_size: int = option(4096, "of the trained tokenizer (%(default)s)")
+    encoder: str = option(
+        "lsa",
+        "lsa, learned (an autoencoder trained here), sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or "
+        "included, for --latents-field (included with --latents-field, else lsa); or a STORE, for the encoder of it",
+    )
+    channels: int | None = option(
+        None, "latent channels (64 for lsa and learned, or as many as lsa can have; else all)", at_least=1, type=int
+    )
+    prompt: str | None = option(None, "prefix of each text for the sentence-transformers model, such as 'passage: '")
+    prompt_name: str | None = option(None, "one of the prompts defined by the model, such as query", metavar="NAME")
+    encoder_revision: str | None = option(None, "of a sentence-transformers model given by name", metavar="COMMIT")
+    encoder_batch_size: int = option(32, "texts per batch (%(default)s)", at_least=1, recorded=False)
+    encoder_device: str | None = option(
+        None, "such as cuda:1 (default: chosen by the library)", recorded=False, metavar="DEVICE"
+    )
+    encoder_steps: int | None = option(None, "training steps of learned (1000)", at_least=1, metavar="N", type=int)
+    encoder_width: int | None = option(None, "width of learned, a multiple of 32 (128)", metavar="W", type=int)
+    normalise: bool = option(True, "keep the norms of the model's vectors")
+    latent_tokens: int | None = option(
+        None, "latents of a text, each of one of M segments (1; learned: 4)", at_least=1, metavar="M", type=int
+    )
+    latent_ids: str | None = option(
+        None, "ids of the rows of precomputed:FILE (.json, .txt, .npy), or position", metavar="FILE"
+    )
+    latents_of: str | None = option(
+        None, "name of the model that computed the imported latents, for the record", metavar="NAME"
+    )
+    encoder_version: str | None = option(
+        None, "of --latents-of: all stores with both have latents of one encoder", metavar="V"
+    )
+    min_length: int = option(1, "minimum tokens of a sample (%(default)s)")
+    max_length: int = option(128, "maximum tokens of a sample (%(default)s)")
+    over_length: str = option("split", "longer documents (%(default)s)", choices=("split", "cut"))
+    validation_fraction: float = option(0.04, "of documents (%(default)s)")
+    test_fraction: float = option(0.04, "of documents (%(default)s)")
+    near_duplicates: bool = option(False, "keep texts that differ in a word in the same split")
+    latent_dtype: str = option("float16", "as stored (%(default)s)", choices=("float16", "float32"))
+    on_problem: str = option("error", "unusable documents (%(default)s)", choices=("error", "skip"))
+    max_problems: int = option(100, "with skip: stop above this many (%(default)s)")
+    lossy: bool = option(False, "accept a tokenizer to which half of the text or more is unknown", recorded=False)
+    seed: int = option(0, "of the split, lsa and learned (%(default)s)")
+    part_bytes: int = option(64 << 20, "input bytes per chunk (%(default)s)", at_least=1)
+    fit_documents: int = option(100_000, "maximum to fit to (%(default)s)", at_least=1)
+    overwrite: bool = option(False, "replace an existing store, or an unfinished one of other data", recorded=False)
+    processes: int = option(1, "on this machine (%(default)s)", at_least=1, recorded=False)
+    cluster: str | None = option(
+        None,
+        "run the tasks on the machines of a cluster (docs/data.md)",
+        choices=("slurm", "ray"),
+        recorded=False,
+    )
+    cluster_options: tuple[str, ...] = option(
+        (), "such as partition=cpu", recorded=False, action="append", metavar="NAME=VALUE"
+    )
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that determine the contents of the store, without the inputs (recorded as its sources)."""
-        return {key: value for key, value in asdict(self).items() if key not in _NOT_RECORDED}
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.metadata["recorded"]}
 
     def differing(self, recorded: dict[str, Any]) -> list[str]:
-        """Return the names of options with another value in `recorded`; an absent option counts as its default."""
-        defaults = PrepareConfig("").recorded()
-        return [key for key, value in self.recorded().items() if recorded.get(key, defaults[key]) != value]
+        """Return the names of options with another value in `recorded`."""
+        return [key for key, value in self.recorded().items() if recorded.get(key) != value]
 
     @property
     def imports_latents(self) -> bool:
@@ -111,43 +140,33 @@ class PrepareConfig:
             raise UsageError(
                 f"--validation-fraction and --test-fraction are {fractions}, expected above 0, sum below 1"
             )
-        if self.channels is not None and self.channels < 1:
-            raise UsageError(f"--channels {self.channels}: expected at least 1")
-        for option, count in (
-            ("--part-bytes", self.part_bytes),
-            ("--fit-documents", self.fit_documents),
-            ("--processes", self.processes),
-        ):
-            if count < 1:
-                raise UsageError(f"{option} {count}: expected at least 1")
-        # argparse checks some of these, but a config may be made without a command line.
-        for option, value, allowed in (
-            ("--corpus", self.corpus, (None, *CORPORA)),
-            ("--format", self.format, (None, *FORMATS)),
-            ("--over-length", self.over_length, ("split", "cut")),
-            ("--latent-dtype", self.latent_dtype, ("float16", "float32")),
-            ("--on-problem", self.on_problem, ("error", "skip")),
-            ("--cluster", self.cluster, (None, *CLUSTERS)),
-        ):
-            if value not in allowed:
-                raise UsageError(f"{option} {value}: expected one of {', '.join(map(str, allowed))}")
+        for item in fields(self):
+            value, at_least = getattr(self, item.name), item.metadata["at_least"]
+            # argparse checks choices too, but a config may be made without a command line.
+            choices = FORMATS if item.name == "format" else item.metadata["choices"]
+            if value is not None and at_least is not None and value < at_least:
+                raise UsageError(f"{_flag(item.name)} {value}: expected at least {at_least}")
+            if value is not None and choices and value not in choices:
+                raise UsageError(f"{_flag(item.name)} {value}: expected one of {', '.join(choices)}")
+        if self.encoder_width is not None and (self.encoder_width < 1 or self.encoder_width % HEAD_WIDTH):
+            raise UsageError(f"--encoder-width {self.encoder_width}: expected a multiple of {HEAD_WIDTH}")
         if self.cluster_options and not self.cluster:
             raise UsageError(f"--cluster-option {self.cluster_options[0]}: expected --cluster")
         if self.cluster and self.processes > 1:
             raise UsageError(f"--processes {self.processes}: expected 1, as --cluster {self.cluster} runs the tasks")
-        self._check_formats()
+        self._check_fields()
         self._check_encoder()
 
-    def _check_formats(self) -> None:
+    def _check_fields(self) -> None:
         is_text = self.format in TEXT_FORMATS
-        for option, value, expected, is_invalid in (
-            ("--tokens-field", self.tokens_field, "Parquet or Arrow", is_text),
-            ("--latents-field", self.latents_field, "Parquet or Arrow", is_text),
-            ("--key-field", self.key_field, "a table or JSON", self.format in ("lines", "blocks")),
+        for name, expected, is_invalid in (
+            ("tokens_field", "Parquet or Arrow", is_text),
+            ("latents_field", "Parquet or Arrow", is_text),
+            ("key_field", "a table or JSON", self.format in ("lines", "blocks")),
         ):
-            if value and (is_invalid or self.corpus):
+            if (value := getattr(self, name)) and (is_invalid or self.corpus):
                 source = self.corpus or self.format
-                raise UsageError(f"{option} {value}: {source} has no such fields; expected {expected}")
+                raise UsageError(f"{_flag(name)} {value}: {source} has no such fields; expected {expected}")
         if self.tokens_field and self.tokenizer in BUILT_IN:
             raise UsageError(
                 f"--tokens-field {self.tokens_field}: --tokenizer is {self.tokenizer}, expected the tokenizer.json "
@@ -155,14 +174,12 @@ class PrepareConfig:
             )
 
     def _check_encoder(self) -> None:
-        is_library = self.encoder.startswith("sentence-transformers:")
         if self.encoder == "sonar":
             raise UsageError(
                 "--encoder sonar: its library needs other versions than this environment has; expected "
                 "precomputed:FILE with latents made in a separate environment (docs/data.md)"
             )
-        is_learned = self.encoder == "learned"
-        store, is_fitted = self.encoder_folder, self.encoder in ("lsa", "learned")
+        store = self.encoder_folder
         if store is not None and not store.is_dir():
             raise UsageError(
                 f"--encoder {self.encoder}: expected lsa, learned, sentence-transformers:NAME_OR_FOLDER, "
@@ -181,94 +198,51 @@ class PrepareConfig:
             raise UsageError("--encoder included: expected --latents-field")
         if self.prompt is not None and self.prompt_name is not None:
             raise UsageError(f"--prompt-name {self.prompt_name}: expected either --prompt-name or --prompt, not both")
-        is_precomputed = self.encoder.startswith("precomputed:")
-        for option, value, is_allowed, expected in (
-            ("--prompt", self.prompt, is_library, "sentence-transformers:..."),
-            ("--prompt-name", self.prompt_name, is_library, "sentence-transformers:..."),
-            ("--encoder-revision", self.encoder_revision, is_library, "sentence-transformers:NAME"),
-            ("--encoder-device", self.encoder_device, is_library, "sentence-transformers:..."),
-            ("--encoder-steps", self.encoder_steps, is_learned, "learned"),
-            ("--encoder-width", self.encoder_width, is_learned, "learned"),
-            ("--channels", self.channels, store is None, "another, or the channels of the store"),
-            ("--latent-tokens", self.latent_tokens, is_fitted or is_library, "one that reads text, and no store's"),
-            ("--latent-ids", self.latent_ids, is_precomputed, "precomputed:FILE"),
-            ("--latents-of", self.latents_of, self.imports_latents, "included or precomputed:FILE"),
-            ("--encoder-version", self.encoder_version, self.imports_latents, "included or precomputed:FILE"),
+        is_library, is_learned = self.encoder.startswith("sentence-transformers:"), self.encoder == "learned"
+        reads_text = self.encoder in ("lsa", "learned") or is_library
+        for name, is_allowed, expected in (
+            ("prompt", is_library, "sentence-transformers:..."),
+            ("prompt_name", is_library, "sentence-transformers:..."),
+            ("encoder_revision", is_library, "sentence-transformers:NAME"),
+            ("encoder_device", is_library, "sentence-transformers:..."),
+            ("encoder_steps", is_learned, "learned"),
+            ("encoder_width", is_learned, "learned"),
+            ("channels", store is None, "another, or the channels of the store"),
+            ("latent_tokens", reads_text, "one that reads text, and no store's"),
+            ("latent_ids", self.encoder.startswith("precomputed:"), "precomputed:FILE"),
+            ("latents_of", self.imports_latents, "included or precomputed:FILE"),
+            ("encoder_version", self.imports_latents, "included or precomputed:FILE"),
         ):
-            if value is not None and not is_allowed:
-                raise UsageError(f"{option} {value}: --encoder is {self.encoder}, expected {expected}")
+            if (value := getattr(self, name)) is not None and not is_allowed:
+                raise UsageError(f"{_flag(name)} {value}: --encoder is {self.encoder}, expected {expected}")
         if self.encoder_version is not None and not (self.encoder_version and self.latents_of):
             raise UsageError(f"--encoder-version {self.encoder_version!r}: expected a version of --latents-of NAME")
-        for option, count in (
-            ("--latent-tokens", self.latent_tokens),
-            ("--encoder-batch-size", self.encoder_batch_size),
-            ("--encoder-steps", self.encoder_steps),
-        ):
-            if count is not None and count < 1:
-                raise UsageError(f"{option} {count}: expected at least 1")
-        if self.encoder_width is not None and (self.encoder_width < 1 or self.encoder_width % HEAD_WIDTH):
-            raise UsageError(f"--encoder-width {self.encoder_width}: expected a multiple of {HEAD_WIDTH}")
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `mmldlm prepare` to `parser`; the defaults are those of `PrepareConfig`."""
-    default = PrepareConfig("")
-    add: Callable[..., argparse.Action] = parser.add_argument
-    add("inputs", nargs="*", help="text, JSON, CSV, Parquet or Arrow: files, folders, glob patterns")
-    add("--corpus", choices=CORPORA, help="an embedded corpus, instead of inputs")
-    add("--out", required=True, metavar="STORE", help="folder to create")
-    add("--format", help=f"{', '.join(FORMATS)} (default: by suffix)")
-    add("--field", default=default.field, help="field or column with the text (%(default)s)")
-    add("--key-field", metavar="FIELD", help="field or column with the id of the document")
-    add("--tokens-field", metavar="FIELD", help="column of token ids produced by --tokenizer, instead of text")
-    add("--latents-field", metavar="FIELD", help="column of latents, for --encoder included")
-    add(
-        "--tokenizer",
-        default=default.tokenizer,
-        help="bpe, words (trained here), characters (a-z and space), or a PATH",
+def _flag(name: str) -> str:
+    """Return the option that sets a field."""
+    names = {"normalise": "no-normalise", "cluster_options": "cluster-option"}
+    return f"--{names.get(name, name.replace('_', '-'))}"
+
+
+def parse_options(argv: list[str] | None) -> PrepareConfig:
+    """Return the options of a command line, with the default of `--encoder` that suits the input."""
+    parser = argparse.ArgumentParser(
+        "mmldlm prepare", description="Raw data to a store: tokens and latents, in splits."
     )
-    add("--vocab-size", type=int, default=default.vocab_size, help="of the trained tokenizer (%(default)s)")
-    add(
-        "--encoder",
-        help="lsa, learned (an autoencoder trained here), sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or "
-        "included, for --latents-field (included with --latents-field, else lsa); or a STORE, for the encoder of it",
-    )
-    add("--channels", type=int, help="latent channels (64 for lsa and learned, or as many as lsa can have; else all)")
-    add("--latent-tokens", type=int, metavar="M", help="latents of a text, each of one of M segments (1; learned: 4)")
-    add("--latent-ids", metavar="FILE", help="ids of the rows of precomputed:FILE (.json, .txt, .npy), or position")
-    add("--latents-of", metavar="NAME", help="name of the model that computed the imported latents, for the record")
-    add("--encoder-version", metavar="V", help="of --latents-of: all stores with both have latents of one encoder")
-    add("--prompt", help="prefix of each text for the sentence-transformers model, such as 'passage: '")
-    add("--prompt-name", metavar="NAME", help="one of the prompts defined by the model, such as query")
-    add("--encoder-revision", metavar="COMMIT", help="of a sentence-transformers model given by name")
-    add("--encoder-batch-size", type=int, default=default.encoder_batch_size, help="texts per batch (%(default)s)")
-    add("--encoder-steps", type=int, metavar="N", help="training steps of learned (1000)")
-    add("--encoder-width", type=int, metavar="W", help="width of learned, a multiple of 32 (128)")
-    add("--encoder-device", metavar="DEVICE", help="such as cuda:1 (default: chosen by the library)")
-    add("--no-normalise", dest="normalise", action="store_false", help="keep the norms of the model's vectors")
-    add("--min-length", type=int, default=default.min_length, help="minimum tokens of a sample (%(default)s)")
-    add("--max-length", type=int, default=default.max_length, help="maximum tokens of a sample (%(default)s)")
-    add("--over-length", choices=["split", "cut"], default=default.over_length, help="longer documents (%(default)s)")
-    add("--validation-fraction", type=float, default=default.validation_fraction, help="of documents (%(default)s)")
-    add("--test-fraction", type=float, default=default.test_fraction, help="of documents (%(default)s)")
-    add("--near-duplicates", action="store_true", help="keep texts that differ in a word in the same split")
-    add("--latent-dtype", choices=["float16", "float32"], default=default.latent_dtype, help="as stored (%(default)s)")
-    add("--on-problem", choices=["error", "skip"], default=default.on_problem, help="unusable documents (%(default)s)")
-    add("--max-problems", type=int, default=default.max_problems, help="with skip: stop above this many (%(default)s)")
-    add("--lossy", action="store_true", help="accept a tokenizer to which half of the text or more is unknown")
-    add("--seed", type=int, default=default.seed, help="of the split, lsa and learned (%(default)s)")
-    add("--part-bytes", type=int, default=default.part_bytes, help="input bytes per chunk (%(default)s)")
-    add("--fit-documents", type=int, default=default.fit_documents, help="maximum to fit to (%(default)s)")
-    add("--processes", type=int, default=default.processes, help="on this machine (%(default)s)")
-    add("--cluster", choices=CLUSTERS, help="run the tasks on the machines of a cluster (docs/data.md)")
-    add("--cluster-option", dest="cluster_options", action="append", metavar="NAME=VALUE", help="such as partition=cpu")
-    add("--overwrite", action="store_true", help="replace an existing store, or an unfinished one of other data")
-
-
-def from_args(arguments: argparse.Namespace) -> PrepareConfig:
-    """Return the options of parsed `arguments`, with the default of `--encoder` that suits the input."""
-    values = {key: value for key, value in vars(arguments).items() if key in PrepareConfig.__dataclass_fields__}
-    if values["encoder"] is None:
-        values["encoder"] = "included" if values["latents_field"] else "lsa"
-    lists = {"inputs": tuple(arguments.inputs), "cluster_options": tuple(arguments.cluster_options or ())}
-    return PrepareConfig(**values | lists)
+    for item in fields(PrepareConfig):
+        argument = {"default": item.default, **item.metadata["argument"]}
+        if isinstance(item.default, bool):
+            argument["action"] = "store_false" if item.default else "store_true"
+        elif isinstance(item.default, int | float):
+            argument["type"] = type(item.default)
+        if item.name == "inputs":
+            parser.add_argument("inputs", **argument)
+        else:
+            parser.add_argument(_flag(item.name), dest=item.name, **argument)
+    # What was not given has no default here: lists are collected, and the encoder depends on the input.
+    parser.set_defaults(encoder=None, cluster_options=None)
+    values = vars(parser.parse_args(argv))
+    values["encoder"] = values["encoder"] or ("included" if values["latents_field"] else "lsa")
+    values["inputs"], values["cluster_options"] = tuple(values["inputs"]), tuple(values["cluster_options"] or ())
+    return PrepareConfig(**values)

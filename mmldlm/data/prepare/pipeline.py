@@ -4,8 +4,8 @@
     read      chunks of the input to caches of documents, each with its split             read.py
     fit       tokenizer and encoder, on the training split only                           fit.py
     encode    documents of a chunk to shards of tokens and latents                        encode.py
-    mean      mean of all training latents                                                measure.py
-    measure   deviations of each chunk's latents from that mean                           measure.py
+    mean      mean of all training latents                                                merge.py
+    measure   deviations of each chunk's latents from that mean                           merge.py
     merge     the shards of all chunks to one store                                       merge.py
 
 A stage is a set of tasks, one per chunk or one for all; each begins when the stage before is finished. What a task
@@ -15,7 +15,6 @@ process, worker processes (`workers.py`) or a cluster (`cluster.py`).
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import sys
 from collections.abc import Iterator
@@ -26,11 +25,9 @@ import torch
 from mmldlm.data.manifest import Manifest
 from mmldlm.data.prepare.encode import encode_chunk
 from mmldlm.data.prepare.fit import fit
-from mmldlm.data.prepare.job import Job, Stage
-from mmldlm.data.prepare.measure import latent_mean, measure_chunk
-from mmldlm.data.prepare.merge import merge
-from mmldlm.data.prepare.options import PrepareConfig, add_arguments, from_args
-from mmldlm.data.prepare.plan import make_plan
+from mmldlm.data.prepare.job import Job, Stage, make_plan
+from mmldlm.data.prepare.merge import latent_mean, measure_chunk, merge
+from mmldlm.data.prepare.options import PrepareConfig, parse_options
 from mmldlm.data.prepare.read import count_chunk, needs_counts, read_chunk
 from mmldlm.data.prepare.report import StageProgress, summary
 from mmldlm.data.prepare.workers import run_in_process, worker_pool
@@ -52,15 +49,8 @@ STAGES = (
 def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTERVAL_S) -> Manifest:
     """Make the store `config.out`, and return its manifest; at once if it exists with the same options and sources.
 
-    Args:
-        progress: Report progress on stderr.
-        interval: Seconds between two lines of progress.
-
-    Raises:
-        UsageError: Options make no sense.
-        DataError: Input cannot be used, a split has no samples, or the store or its staging folder holds other data.
-        RunInUseError: Another process prepares the same store.
-        PeerLostError: A worker process died; the same command continues.
+    Progress is reported on stderr, where that is no terminal every `interval` seconds. That another process prepares
+    the same store is a `RunInUseError`, that a worker process died a `PeerLostError`; the same command then continues.
     """
     config.check()
     threads = torch.get_num_threads()
@@ -112,6 +102,16 @@ def _existing_store(job: Job) -> Manifest | None:
     return manifest
 
 
+@contextmanager
+def _locked(job: Job) -> Iterator[None]:
+    """Hold the lock of the staging folder."""
+    while True:
+        with RunLock(job.staging) as lock:
+            if lock.path.exists():  # else the holder before removed it just now
+                yield
+                return
+
+
 def _run_stages(job: Job, progress: StageProgress) -> None:
     """Run what is missing of all stages on this machine, and remove the staging folder."""
     try:
@@ -124,30 +124,17 @@ def _run_stages(job: Job, progress: StageProgress) -> None:
         with progress.timed("merge"):
             merge(job)
         progress.print_times()
-    except MmldlmError as error:
-        if not isinstance(error, PeerLostError | StoppedBySignal | StorageError):  # these can be continued
-            shutil.rmtree(job.staging)
+    except (PeerLostError, StoppedBySignal, StorageError):
+        raise  # the same command continues
+    except MmldlmError:
+        shutil.rmtree(job.staging)
         raise
     shutil.rmtree(job.staging)
 
 
-@contextmanager
-def _locked(job: Job) -> Iterator[None]:
-    """Hold the lock of the staging folder."""
-    while True:
-        with RunLock(job.staging) as lock:
-            if lock.path.exists():  # else the holder before removed it just now
-                yield
-                return
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm prepare` and return 0."""
-    parser = argparse.ArgumentParser(
-        "mmldlm prepare", description="Raw data to a store: tokens and latents, in splits."
-    )
-    add_arguments(parser)
-    config = from_args(parser.parse_args(argv))
+    config = parse_options(argv)
     with stop_at_signals(CONTINUE):
         (prepare_on_cluster if config.cluster else prepare)(config)
     return 0

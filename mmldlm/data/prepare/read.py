@@ -1,23 +1,34 @@
-"""Stage `read`: cache the documents of a chunk, each with its split and its group."""
+"""Stages `count` and `read`: a chunk's documents to a cache, each with its text, latents, split and group."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.corpus import GROUPS_FILE, SPLITS_FILE, DocumentCacheWriter, assign_split, hash64
-from mmldlm.data.prepare.dedup import exact_groups
-from mmldlm.data.prepare.documents import Problem
-from mmldlm.data.prepare.inputs import complete_documents
+from mmldlm.data.prepare.corpus import (
+    GROUPS_FILE,
+    SPLITS_FILE,
+    DocumentCacheWriter,
+    assign_split,
+    exact_group,
+    hash64,
+)
+from mmldlm.data.prepare.documents import Chunk, Document, DocumentStream, Problem
+from mmldlm.data.prepare.inputs import get_reader
 from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.latent_pairing import LatentUses, first_positions
-from mmldlm.data.prepare.plan import chunk_documents
-from mmldlm.data.prepare.readers.latents import POSITION
+from mmldlm.data.prepare.latent_pairing import USES_FILE
+from mmldlm.data.prepare.options import PrepareConfig
+from mmldlm.data.prepare.readers import python_docs
+from mmldlm.data.prepare.readers.latents import POSITION, LatentFile
 from mmldlm.data.prepare.report import DOCUMENTS, ProblemLog, StageProgress
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.errors import DataError
 
 
 def needs_counts(job: Job) -> bool:
@@ -27,7 +38,7 @@ def needs_counts(job: Job) -> bool:
 
 def count_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
     """Count the documents and problems of a chunk."""
-    documents = chunk_documents(job.plan.chunks[chunk], job.config)
+    documents = chunk_documents(job.plan.chunks[chunk], job.config, progress.track)
     return {"count": sum(1 for _ in progress.track(documents, DOCUMENTS))}
 
 
@@ -37,23 +48,30 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
     Return counts, the shapes of imported latents, and problems.
     """
     config, latents = job.config, job.latents
-    splits, groups, uses = bytearray(), array("Q"), LatentUses()
-    shapes: dict[tuple[int, ...], None] = {}  # a set in the order of insertion
+    splits, groups, uses = bytearray(), array("Q"), array("q")
+    shapes: dict[tuple[int, ...], None] = {}  # sets in the order of insertion
+    sources: dict[str, int] = {}
     origins: Counter[str] = Counter()
     first_position = 0
     if latents and needs_counts(job):
-        first_position = first_positions(latents, [result["count"] for result in job.results("count")])[chunk]
+        counts = [result["count"] for result in job.results("count")]
+        if sum(counts) != len(latents.rows):
+            raise DataError(
+                f"{latents.path}: {len(latents.rows)} latents, expected {sum(counts)}, one for each document found"
+            )
+        first_position = sum(counts[:chunk])
     with DocumentCacheWriter(folder) as cache, ProblemLog(config, folder, progress.reported) as problems:
         documents = chunk_documents(job.plan.chunks[chunk], config, progress.track)
         items = complete_documents(documents, config, latents, first_position)
         for item, row in progress.track(items, DOCUMENTS):
             # Problems that refer to a row are recorded too, or the row would count as unused.
             if row is not None:
-                uses.add(row, -1 if isinstance(item, Problem) else len(cache), item)
+                index = -1 if isinstance(item, Problem) else len(cache)
+                uses.extend((row, index, sources.setdefault(item.source, len(sources)), item.line))
             if isinstance(item, Problem):
                 problems.add(item)
                 continue
-            group = exact_groups([item.text])[0]
+            group = exact_group(item.text)
             splits.append(assign_split(group, config))
             groups.append(hash64(group))
             cache.add(item)
@@ -63,7 +81,67 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
                 origins[item.source.split("/")[0]] += 1
         result = {"documents": len(cache), "shapes": list(shapes), "origins": origins, **problems.result()}
     if latents:
-        result.update(uses.save(folder))
+        result["sources"] = list(sources)
+        np.save(folder / USES_FILE, np.frombuffer(uses, np.int64).reshape(-1, 4), allow_pickle=False)
     np.save(folder / SPLITS_FILE, np.frombuffer(splits, np.uint8), allow_pickle=False)
     np.save(folder / GROUPS_FILE, np.frombuffer(groups, np.uint64), allow_pickle=False)
     return result
+
+
+def chunk_documents(
+    chunk: Chunk, config: PrepareConfig, track: Callable[[Iterable[Document], str], Iterable[Document]]
+) -> DocumentStream:
+    """Yield the documents and problems of a chunk in the order of the input.
+
+    `track` reports the progress of an embedded corpus, most of which is read before its first document.
+    """
+    for format, part in chunk:
+        if format:
+            yield from get_reader(format, config).read(part, config.field)  # type: ignore[arg-type]
+        else:
+            yield from python_docs.read_corpus(part.path, track)
+
+
+def complete_documents(
+    documents: DocumentStream, config: PrepareConfig, latents: LatentFile | None = None, first_position: int = 0
+) -> Iterator[tuple[Document | Problem, int | None]]:
+    """Yield each document with the text and latents that `config` requires, or its problem; and its row in `latents`.
+
+    `first_position` is that of the chunk's first document in the whole input. Without latents the row is None.
+    """
+    if config.tokens_field is not None:
+        documents = _decode_tokens(documents, Tokenizer.load(config.tokenizer))
+    if latents:
+        yield from latents.attach(documents, first_position)
+        return
+    for item in documents:
+        if isinstance(item, Problem) or (item.latents is not None) == config.imports_latents:
+            yield item, None
+        elif config.imports_latents:
+            reason = "has no latent, which --encoder included requires"
+            yield item.problem("no_latent", reason), None
+        else:
+            yield replace(item, latents=None), None
+
+
+def _decode_tokens(documents: DocumentStream, tokenizer: Tokenizer) -> DocumentStream:
+    """Yield the documents with their tokens decoded where the text is missing; a problem if they are not of a text."""
+    for item in documents:
+        if isinstance(item, Problem) or item.tokens is None:
+            yield item
+            continue
+        invalid = (item.tokens < 0) | (item.tokens >= tokenizer.vocab_size)
+        invalid |= (item.tokens == tokenizer.mask_id) | (item.tokens == tokenizer.pad_id)
+        if invalid.any():
+            position = int(np.argmax(invalid))
+            token = int(item.tokens[position])
+            named = {tokenizer.mask_id: "[MASK]", tokenizer.pad_id: "[PAD]"}
+            fault = named.get(token, f"not below {tokenizer.vocab_size}")
+            reason = f"sample {item.key}: token {position} is {token}, {fault}; expected ids of text by --tokenizer"
+            yield item.problem("mismatch", reason)
+        elif item.text:
+            yield item
+        elif (text := tokenizer.decode_batch([item.tokens.tolist()])[0]).strip():
+            yield replace(item, text=text)
+        else:
+            yield item.problem("empty", "its tokens decode to no text")

@@ -57,7 +57,7 @@ class ProblemLog:
             self.first = self.first or str(problem)
         # Here and not only at the end of the stage: a wrong option would otherwise fill the log with every document.
         if self.serious > self._config.max_problems:
-            raise DataError(_too_many(problem, self._config))
+            raise _too_many(str(problem), self._config)
 
     def result(self) -> dict[str, Any]:
         """Return the counts as JSON values: by kind, of serious problems, and the first of these."""
@@ -70,23 +70,21 @@ def check_problem_budget(config: PrepareConfig, results: Sequence[dict[str, Any]
     More serious problems than `--on-problem` and `--max-problems` allow are a `DataError`.
     """
     serious = sum(result["serious"] for result in results)
-    if not serious:
-        return
-    first = next(result["first"] for result in results if result["serious"])
-    if config.on_problem == "error":
+    first = next((result["first"] for result in results if result["serious"]), "")
+    if serious and config.on_problem == "error":
         more = f" and {serious - 1} more" if serious > 1 else ""
         raise DataError(f"{first}{more}; fix the input, or pass --on-problem skip to leave them out")
     if serious > config.max_problems:
-        raise DataError(_too_many(first, config))
+        raise _too_many(first, config)
 
 
-def _too_many(problem: Problem | str, config: PrepareConfig) -> str:
-    return f"{problem}: more than --max-problems {config.max_problems} documents cannot be used"
+def _too_many(problem: str, config: PrepareConfig) -> DataError:
+    return DataError(f"{problem}: more than --max-problems {config.max_problems} documents cannot be used")
 
 
-def sum_counts(results: Sequence[dict[str, Any]]) -> Counter[str]:
-    """Return the counts of all tasks of stage `encode` together, from their results."""
-    return sum((Counter(result["counts"]) for result in results), Counter[str]())
+def sum_counts(results: Sequence[dict[str, Any]], key: str) -> Counter[str]:
+    """Return the counts under a key of the results of all tasks together."""
+    return sum((Counter(result[key]) for result in results), Counter[str]())
 
 
 def loss_shares(counts: Counter[str]) -> dict[str, float]:

@@ -10,24 +10,23 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, MutableSequence, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from tqdm import tqdm
 
 from mmldlm.data.prepare.job import Job, Stage, run_task
-from mmldlm.data.prepare.report import DOCUMENTS, StageProgress
+from mmldlm.data.prepare.report import StageProgress
 from mmldlm.errors import PeerLostError
 from mmldlm.utils.process import STOP_SIGNALS
 
 _POLL_S = 0.2
-_T = TypeVar("_T")
 RunTasks: TypeAlias = Callable[[Job, Stage, Sequence[int], StageProgress], None]
 
 
@@ -53,22 +52,19 @@ def worker_pool(job: Job) -> Iterator[RunTasks]:
     context.set_forkserver_preload([__name__])
     with _blocked(signal.SIGHUP):  # which it does not ignore by itself
         resource_tracker.ensure_running()  # else it would be started below, and end the blocking of signals
-    counts = context.RawArray("q", len(job.chunks))  # documents done, by chunk: each has one writer and needs no lock
     next_worker = context.Value("i", 0)
     alive, closed_at_end = context.Pipe(duplex=False)
-    executor = ProcessPoolExecutor(num_workers, context, _start_worker, (job, counts, next_worker, alive))
+    executor = ProcessPoolExecutor(num_workers, context, _start_worker, (job, next_worker, alive))
 
     def run(job: Job, stage: Stage, chunks: Sequence[int], progress: StageProgress) -> None:
         progress.phase(stage.title)
-        counts[:] = [0] * len(counts)
         with _blocked(*STOP_SIGNALS):  # also in the workers, which inherit it
             pending = {executor.submit(_run_in_worker, stage, chunk) for chunk in chunks}
         while pending:
             finished, pending = wait(pending, _POLL_S, FIRST_EXCEPTION)
             for future in finished:
                 future.result()  # raises the error of its task
-            unit = f"chunks, {documents:,} {DOCUMENTS}" if (documents := sum(counts)) else "chunks"
-            progress.advance(len(job.chunks) - len(pending), unit, len(job.chunks))
+            progress.advance(len(job.chunks) - len(pending), "chunks", len(job.chunks))
 
     try:
         yield run
@@ -93,27 +89,14 @@ def _blocked(*signals: signal.Signals) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-class _WorkerProgress(StageProgress):
-    """Counts the documents of the current chunk in `counts`, for the main process to report."""
-
-    def __init__(self, counts: MutableSequence[int]):
-        super().__init__(enabled=False)
-        self.chunk, self._counts = 0, counts
-
-    def track(self, items: Iterable[_T], unit: str, total: int | None = None) -> Iterator[_T]:
-        for item in items:
-            yield item
-            self._counts[self.chunk] += 1
+_job: Job  # of a worker
+_progress = StageProgress(enabled=False)
 
 
-_job: Job
-_progress: _WorkerProgress
-
-
-def _start_worker(job: Job, counts: MutableSequence[int], next_worker: Any, alive: Connection) -> None:
-    global _job, _progress
+def _start_worker(job: Job, next_worker: Any, alive: Connection) -> None:
+    global _job
+    _job = job
     tqdm.set_lock(threading.RLock())  # its default takes a semaphore, which a killed worker leaks
-    _job, _progress = job, _WorkerProgress(counts)
     # Reading the pipe ends when the main process closes it or dies, even by SIGKILL.
     threading.Thread(target=_exit_with_main_process, args=(alive,), daemon=True).start()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # the workers share the cores
@@ -131,5 +114,4 @@ def _exit_with_main_process(alive: Connection) -> None:
 
 
 def _run_in_worker(stage: Stage, chunk: int) -> None:
-    _progress.chunk = chunk
     run_task(_job, stage, chunk, _progress)

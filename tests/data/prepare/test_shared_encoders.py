@@ -13,9 +13,9 @@ from mmldlm import cli, train
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.inspect import verify_store
 from mmldlm.data.mixture import open_data
+from mmldlm.data.prepare.job import make_plan
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.data.prepare.plan import make_plan
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
@@ -152,17 +152,6 @@ def test_a_run_goes_on_with_more_imported_latents(tmp_path: Path, capsys: pytest
     capsys.readouterr()
     status = train_steps(tmp_path, 4, f"data.path={tmp_path / 'unnamed'}")
     assert_user_error((status, capsys.readouterr().err), 65, "encoder.revision", alone=False)
-
-
-@pytest.mark.quick
-def test_versions_need_a_name(tmp_path: Path) -> None:
-    for options, message in (
-        ({"encoder_version": "1"}, "expected a version of --latents-of NAME"),
-        ({"encoder_version": "", "latents_of": "SONAR"}, "expected a version of --latents-of NAME"),
-        ({"encoder_version": "1", "encoder": "lsa", "latent_ids": None}, "--encoder is lsa, expected included or"),
-    ):
-        with pytest.raises(UsageError, match=f"--encoder-version .*{message}"):
-            imported(tmp_path / "out", 1, **options).check()
 
 
 @pytest.mark.quick

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmldlm.data.encoders import LsaEncoder, load_encoder
-from mmldlm.data.prepare.dedup import exact_groups, near_duplicate_groups
+from mmldlm.data.prepare.corpus import exact_group, near_duplicate_groups
 from mmldlm.data.prepare.documents import Document, Problem
 from mmldlm.data.prepare.readers.files import find_files
 from mmldlm.data.prepare.readers.python_docs import (
@@ -221,7 +221,7 @@ def test_near_duplicates_share_a_key() -> None:
 
 
 def test_exact_groups_ignore_case_and_space() -> None:
-    one, other, third = exact_groups(["A  b\n", "a B", "a c"])
+    one, other, third = map(exact_group, ["A  b\n", "a B", "a c"])
     assert one == other != third
 
 

@@ -1,7 +1,6 @@
 """Input files, on this machine or behind a URL such as s3://, gs://, hf:// or https://, which fsspec reads.
 
-Reading URLs needs the extra `cluster`, and for most protocols a package of fsspec: s3fs, gcsfs, aiohttp; reading
-Zstandard needs the extra `tables`.
+Most protocols need a package of fsspec: s3fs, gcsfs, aiohttp; Zstandard needs the extra `tables`.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ def is_url(path: str) -> bool:
 def open_input(path: str) -> BinaryIO:
     """Open a file for reading.
 
-    Raises:
-        OSError: A file of this machine cannot be opened.
-        DataError: A URL cannot be read.
-        UsageError: A package that its protocol needs is missing.
+    A file of this machine that cannot be opened is an OSError, a URL that cannot be read a `DataError`, and a package
+    that is missing a `UsageError`.
     """
     if not is_url(path):
         return Path(path).open("rb")
-    with _fsspec(path) as fsspec:
+    with _reading(path):
+        import fsspec
+
         return cast(BinaryIO, io.BufferedReader(fsspec.open(path, "rb").open(), _BUFFER_BYTES))
 
 
@@ -110,25 +109,24 @@ def input_info(path: str) -> FileInfo:
 
 
 def find_files(name: str, format: Format | None = None) -> list[str]:
-    """Return the sorted files that a path, URL, glob pattern or folder names.
+    """Return the sorted files that a path, URL, glob pattern or folder names; none are a `DataError`.
 
     A folder is searched recursively for the suffixes of `format` (`blocks` has those of `lines`), or of all formats;
     how many other files it has is told.
-
-    Raises:
-        DataError: The name matches no file.
     """
-    return _find_url(name, format) if is_url(name) else _find_local(name, format)
-
-
-def _find_local(name: str, format: Format | None) -> list[str]:
-    path = Path(name)
-    if path.is_file():
-        return [str(path)]
-    if path.is_dir():
-        return _choose(name, map(str, sorted(file for file in path.rglob("*") if file.is_file())), format)
-    files = sorted(file for file in map(Path, glob.glob(name, recursive=True)) if file.is_file())  # noqa: PTH207
-    return list(map(str, files)) or _no_file(name)
+    if is_url(name):
+        files = _find_url(name, format)
+    elif Path(name).is_file():
+        files = [str(Path(name))]
+    elif Path(name).is_dir():
+        in_folder = sorted(file for file in Path(name).rglob("*") if file.is_file())
+        files = _choose(name, map(str, in_folder), format)
+    else:
+        matches = map(Path, glob.glob(name, recursive=True))  # noqa: PTH207
+        files = [str(file) for file in sorted(file for file in matches if file.is_file())]
+    if not files:
+        raise DataError(f"{name}: no such file; expected a text file, a folder or a glob pattern")
+    return files
 
 
 def _choose(folder: str, files: Iterable[str], format: Format | None) -> list[str]:
@@ -148,28 +146,24 @@ def _choose(folder: str, files: Iterable[str], format: Format | None) -> list[st
 
 
 def _find_url(name: str, format: Format | None) -> list[str]:
-    with _fsspec(name) as fsspec:
+    with _reading(name):
+        import fsspec
+
         system, path = fsspec.core.url_to_fs(name)
-        if "*" not in name and system.isfile(path):
+        if "*" in name:
+            return sorted(system.unstrip_protocol(file) for file in system.glob(path) if system.isfile(file))
+        if system.isfile(path):
             return [name]
-        if "*" not in name and system.isdir(path):
+        if system.isdir(path):
             return _choose(name, sorted(map(system.unstrip_protocol, system.find(path))), format)
-        result = system.glob(path) if "*" in name else []
-        files = sorted(system.unstrip_protocol(file) for file in result if system.isfile(file))
-    return files or _no_file(name)
-
-
-def _no_file(name: str) -> list[str]:
-    raise DataError(f"{name}: no such file; expected a text file, a folder or a glob pattern")
+        return []
 
 
 @contextmanager
-def _fsspec(url: str) -> Iterator[Any]:
-    """Yield fsspec, and convert the errors of its file systems, which are of many kinds."""
+def _reading(url: str) -> Iterator[None]:
+    """Convert the errors of fsspec's file systems, which are of many kinds."""
     try:
-        import fsspec
-
-        yield fsspec
+        yield
     except MmldlmError:
         raise  # an error of the caller's block, which names its cause already
     except ImportError as error:

@@ -10,65 +10,55 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mmldlm.data.prepare.documents import Document, Problem, ProblemKind
+from mmldlm.data.prepare.documents import Document, DocumentStream, Problem, ProblemKind
 from mmldlm.data.prepare.readers.tables import read_latent_table
 from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.files import sha256
 
 POSITION = "position"  # instead of a file of ids: row i belongs to the i-th document
+_FLOATS = ("F16", "F32", "F64")
 _IDS_REQUIRED = "--latent-ids FILE, or --latent-ids position where row i belongs to the i-th document"
 
 
 class LatentFile:
     """Latents by id: `.npy` or `.safetensors` [n, C] or [n, M, C] with a file of ids, or a `.parquet` with both.
 
-    Rows are read on demand, except those of `.parquet`, which are held in memory.
-
-    Attributes:
-        rows: Row of the latents by id, in the order of the rows.
-        shape: Shape [M, C] of the latents of a sample.
-        by_position: True if row i belongs to the i-th document.
+    Rows are read on demand, except those of `.parquet`, which are held in memory. `rows` has the row of each id, in
+    order; `shape` [M, C] is that of a sample's latents. If ids are `POSITION`, row i belongs to the i-th document.
     """
 
     def __init__(self, path: Path | str, ids: str | None = None):
-        """Open the file and read the ids.
-
-        Args:
-            path: The file of latents.
-            ids: The file of ids, or `POSITION`; None for `.parquet`.
-
-        Raises:
-            DataError: A file cannot be read, the counts differ or an id occurs twice.
-            UsageError: The suffix is unknown, or `ids` is missing or superfluous.
-        """
+        """Open the file and read the ids; DataError if a file cannot be read, counts differ or an id occurs twice."""
         self.path, self.by_position = Path(path), ids == POSITION
+        self._ids = None if ids is None or self.by_position else Path(ids)
+        suffix = self.path.suffix
         if not self.path.is_file():
             raise DataError(f"{self.path}: no such file; expected latents in .npy, .safetensors or .parquet")
         # A table has its ids in a column; other files need them from elsewhere.
-        if (self.path.suffix == ".parquet") == (ids is not None):
+        if (suffix == ".parquet") == (ids is not None):
             raise UsageError(
                 f"--latent-ids {ids}: {self.path} contains its ids, in the column 'id'"
                 if ids
                 else f"--encoder precomputed:{self.path} needs {_IDS_REQUIRED}"
             )
-        if self.path.suffix not in (".npy", ".safetensors", ".parquet"):
+        if suffix not in (".npy", ".safetensors", ".parquet"):
             raise UsageError(f"--encoder precomputed:{self.path}: expected .npy, .safetensors or .parquet")
-        names: list[str] | None = None
-        self._rows: np.ndarray | _Tensor
-        if self.path.suffix == ".parquet":
-            names, self._rows = read_latent_table(self.path)
+        self._rows: Any  # [n, C] or [n, M, C]
+        if suffix == ".safetensors":
+            self._rows, shape = _open_tensor(self.path)
         else:
-            self._rows = map_array(self.path) if self.path.suffix == ".npy" else _Tensor(self.path)
-        shape = tuple(self._rows.shape)
+            names, self._rows = read_latent_table(self.path) if suffix == ".parquet" else ([], map_array(self.path))
+            shape = self._rows.shape
         if len(shape) not in (2, 3) or 0 in shape:
             raise DataError(f"{self.path}: shape {list(shape)}, expected [n, C] or [n, M, C]")
         self.shape: tuple[int, int] = (shape[1], shape[2]) if len(shape) == 3 else (1, shape[1])
-        if names is None:
-            names = [str(row) for row in range(shape[0])] if self.by_position else _read_ids(Path(str(ids)))
+        if suffix != ".parquet":
+            names = _read_ids(self._ids) if self._ids else [str(row) for row in range(shape[0])]
         if len(names) != shape[0]:
             raise DataError(f"{ids}: {len(names)} ids, expected {shape[0]}, the rows of {self.path}")
         self.rows: dict[str, int] = {}
@@ -77,7 +67,6 @@ class LatentFile:
                 raise DataError(
                     f"{self.path}: id {name!r} of row {row} is already used by row {first}; expected each once"
                 )
-        self._ids = None if ids is None or self.by_position else Path(ids)
 
     @property
     def revision(self) -> str:
@@ -86,35 +75,34 @@ class LatentFile:
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def attach(
-        self, documents: Iterator[Document | Problem], first_position: int = 0
+        self, documents: DocumentStream, first_position: int = 0
     ) -> Iterator[tuple[Document | Problem, int | None]]:
-        """Attach latents to documents by their `key`, or by their position in the input.
+        """Yield documents with their latents, by `key` or by their position in the input, and the rows of these.
 
-        `latent_pairing` checks that no row is used twice, as that takes the documents of all chunks. Documents and
-        problems both have a position; `first_position` is that of the first.
-
-        Returns:
-            Pairs of the document with its latents and their row, or of a problem and None; the row is given as well if
-            its latents are the problem.
+        `first_position` is that of the first document or problem. A problem has no row unless the latents of that row
+        are the problem. That no row is used twice is checked with the documents of all chunks (`latent_pairing`).
         """
         for position, item in enumerate(documents, first_position):
-            key = str(position) if self.by_position else getattr(item, "key", "")
             if isinstance(item, Problem):
                 yield item, None
-            elif not key:
-                reason = "no id; expected one in the field --key-field"
-                yield Problem(item.source, item.line, "no_latent", reason), None
-            elif key not in self.rows:
-                yield Problem(item.source, item.line, "no_latent", f"id {key!r} has no latent in {self.path}"), None
+                continue
+            key = str(position) if self.by_position else item.key
+            row = self.rows.get(key)
+            if row is None:
+                reason = (
+                    f"id {key!r} has no latent in {self.path}"
+                    if key
+                    else "no id; expected one in the field --key-field"
+                )
+                yield item.problem("no_latent", reason), None
+                continue
+            # A slice of one row, as safetensors reads slices only.
+            latents = as_latents(np.asarray(self._rows[row : row + 1])[0])
+            if isinstance(latents, tuple):
+                kind, reason = latents
+                yield item.problem(kind, f"{self.path}: row {row}: {reason}"), row
             else:
-                yield self._with_latents(item, self.rows[key]), self.rows[key]
-
-    def _with_latents(self, document: Document, row: int) -> Document | Problem:
-        # A slice of one row, as `_Tensor` reads slices only.
-        latents = as_latents(np.asarray(self._rows[row : row + 1])[0])
-        if isinstance(latents, tuple):
-            return Problem(document.source, document.line, latents[0], f"{self.path}: row {row}: {latents[1]}")
-        return replace(document, latents=latents)
+                yield replace(item, latents=latents), row
 
 
 def as_latents(array: np.ndarray) -> np.ndarray | tuple[ProblemKind, str]:
@@ -142,28 +130,19 @@ def map_array(path: Path) -> np.ndarray:
     return array
 
 
-class _Tensor:
-    """The tensor `latents`, or the only tensor, of a safetensors file; slices are read without the rest."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        try:
-            self._file = safe_open(str(path), framework="numpy")
-            names = list(self._file.keys())
-            if "latents" not in names and len(names) != 1:
-                raise DataError(f"{path}: tensors {', '.join(sorted(names)[:8]) or 'none'}, expected 'latents'")
-            self._slice = self._file.get_slice("latents" if "latents" in names else names[0])
-            self.shape = tuple(self._slice.get_shape())
-        except (SafetensorError, OSError) as error:
-            raise DataError(f"{path}: not readable as safetensors ({error})") from None
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        try:
-            return self._slice[rows]
-        except (SafetensorError, TypeError) as error:  # a type that NumPy lacks, such as bfloat16
-            raise DataError(
-                f"{self._path}: cannot read row {rows.start} ({error}); expected float16 or float32"
-            ) from None
+def _open_tensor(path: Path) -> tuple[Any, tuple[int, ...]]:
+    """Return the tensor `latents`, or the only tensor, of a safetensors file, read slice by slice, and its shape."""
+    try:
+        file = safe_open(str(path), framework="numpy")
+        names = list(file.keys())
+        if "latents" not in names and len(names) != 1:
+            raise DataError(f"{path}: tensors {', '.join(sorted(names)[:8]) or 'none'}, expected 'latents'")
+        rows = file.get_slice("latents" if "latents" in names else names[0])
+        if rows.get_dtype() not in _FLOATS:  # of which numpy has no other
+            raise DataError(f"{path}: the latents are {rows.get_dtype()}, expected {' or '.join(_FLOATS)}")
+        return rows, tuple(rows.get_shape())
+    except (SafetensorError, OSError) as error:
+        raise DataError(f"{path}: not readable as safetensors ({error})") from None
 
 
 def _read_ids(path: Path) -> list[str]:

@@ -17,43 +17,25 @@ import re
 import sysconfig
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.prepare.documents import Document, Track, no_tracking
+from mmldlm.data.prepare.documents import Document
 
 PYTHON_DOCS, SIMPLE_DOCS = CORPORA = ("python-docs", "simple-docs")
 EXTRACTION_VERSION = 1  # recorded in stores; increment when the rules below change
 
 # Distribution by import name, in the order of reading. The list is fixed and contains only required dependencies, so
 # that extras and other packages of the environment do not change the corpus.
-PACKAGES = {
-    "torch": "torch",
-    "numpy": "numpy",
-    "accelerate": "accelerate",
-    "deepspeed": "deepspeed",
-    "huggingface_hub": "huggingface_hub",
-    "tokenizers": "tokenizers",
-    "safetensors": "safetensors",
-    "tensorboard": "tensorboard",
-    "sacrebleu": "sacrebleu",
-    "tqdm": "tqdm",
-    "yaml": "PyYAML",
-    "networkx": "networkx",
-    "jinja2": "Jinja2",
-    "fsspec": "fsspec",
-    "filelock": "filelock",
-    "packaging": "packaging",
-    "werkzeug": "Werkzeug",
-    "markdown": "Markdown",
-    "PIL": "pillow",
-    "absl": "absl-py",
-    "pydantic": "pydantic",
-    "einops": "einops",
-    "psutil": "psutil",
-}
+_MODULES = (
+    "torch numpy accelerate deepspeed huggingface_hub tokenizers safetensors tensorboard sacrebleu tqdm yaml networkx "
+    "jinja2 fsspec filelock packaging werkzeug markdown PIL absl pydantic einops psutil"
+)
+_DISTRIBUTIONS = {"yaml": "PyYAML", "jinja2": "Jinja2", "werkzeug": "Werkzeug", "markdown": "Markdown",
+                  "PIL": "pillow", "absl": "absl-py"}  # fmt: skip
+PACKAGES = {module: _DISTRIBUTIONS.get(module, module) for module in _MODULES.split()}
 STANDARD_LIBRARY = "python"
 _SKIPPED_FOLDERS = {"test", "tests", "testing", "_vendor", "site-packages", "dist-packages", "lib2to3", "idlelib",
                     "__pycache__", "third_party", "_internal_test"}  # fmt: skip
@@ -77,17 +59,16 @@ def sources(corpus: str) -> list[dict[str, Any]]:
     return [{"corpus": corpus, "extraction": EXTRACTION_VERSION, **source} for source in packages]
 
 
-def read_corpus(corpus: str, track: Track = no_tracking) -> Iterator[Document]:
-    """Yield the documents of one of `CORPORA`; `track` reports progress."""
-    return read_simple_docs(track) if corpus == SIMPLE_DOCS else read_python_docs()
+def read_corpus(corpus: str, track: Callable[[Iterable[Document], str], Iterable[Document]]) -> Iterator[Document]:
+    """Yield the documents of one of `CORPORA`; `track` reports progress in a unit.
 
-
-def read_simple_docs(track: Track = no_tracking) -> Iterator[Document]:
-    """Yield the sentences of `python-docs` with at most `MAX_SIMPLE_WORDS` words, all of them common.
-
-    Common are the `NUM_COMMON_WORDS` most frequent words of `python-docs`, without case and with ties in alphabetical
-    order. Near copies of earlier sentences are omitted, so that no held-out sentence has a near copy in training.
+    `simple-docs` are the sentences of `python-docs` with at most `MAX_SIMPLE_WORDS` words, all of them among its
+    `NUM_COMMON_WORDS` most frequent ones, without case and with ties in alphabetical order. Near copies of earlier
+    sentences are omitted, so that no held-out sentence has a near copy in training.
     """
+    if corpus == PYTHON_DOCS:
+        yield from read_python_docs()
+        return
     documents = list(track(read_python_docs(), "sentences"))  # most of the time
     counts = Counter(word for document in documents for word in split_words(document.text))
     common = set(sorted(counts, key=lambda word: (-counts[word], word))[:NUM_COMMON_WORDS])
@@ -168,42 +149,32 @@ def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
     finally:
         if gc_was_enabled:
             gc.enable()
-    # The help topics are the values of a dict, not docstrings.
     if path.parts[-2:] == ("pydoc_data", "topics.py"):
+        # The help topics are the values of a dict, not docstrings.
         for node in ast.walk(tree):
             yield from _text(node)
-        return
-    yield from _first_text(tree.body)
-    yield from _nested_texts(tree.body)
+    else:
+        yield from _documenting_texts(tree.body)
 
 
-def _nested_texts(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
-    """Yield the docstrings of the functions and classes in `body`, and the texts of documenting calls."""
+def _documenting_texts(body: list[ast.stmt], has_docstring: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield the docstring of `body`, those of the functions and classes in it, and the texts of documenting calls."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield from _first_text(statement.body)
-            yield from _nested_texts(statement.body)
+            yield from _documenting_texts(statement.body)
         elif isinstance(statement, ast.If | ast.Try):
-            yield from _nested_texts(statement.body + statement.orelse)
-        elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
-            yield from _call_texts(statement.value)
-
-
-def _first_text(body: list[ast.stmt]) -> Iterator[tuple[int, str]]:
-    if body and isinstance(body[0], ast.Expr):
-        yield from _text(body[0].value)
+            yield from _documenting_texts(statement.body + statement.orelse, has_docstring=False)
+        elif isinstance(statement, ast.Expr) and isinstance(call := statement.value, ast.Call):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            for node in ast.walk(call) if name in _DOCUMENTING_CALLS else ():
+                yield from _text(node)
+        elif has_docstring and statement is body[0] and isinstance(statement, ast.Expr):
+            yield from _text(statement.value)
 
 
 def _text(node: ast.AST) -> Iterator[tuple[int, str]]:
     if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
         yield node.lineno, inspect.cleandoc(node.value)
-
-
-def _call_texts(call: ast.Call) -> Iterator[tuple[int, str]]:
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
-    if name in _DOCUMENTING_CALLS:
-        for node in ast.walk(call):
-            yield from _text(node)
 
 
 # --- prose from docstrings -----------------------------------------------------------------------

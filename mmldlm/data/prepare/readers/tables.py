@@ -7,15 +7,16 @@ Each format is a pair of functions: `*_parts` cuts an input into parts of whole 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.documents import Document, Part, Problem, ProblemKind
+from mmldlm.data.prepare.documents import Document, DocumentStream, Part, Problem, ProblemKind
 from mmldlm.data.prepare.readers.files import is_url, open_input, pyarrow
 from mmldlm.errors import DataError
 
@@ -41,20 +42,13 @@ def parquet_parts(path: str, target_bytes: int) -> list[Part]:
     return _join(path, [(group.num_rows, group.total_byte_size) for group in groups], target_bytes)
 
 
-def read_parquet(part: Part, field: str, columns: Columns = NO_COLUMNS) -> Iterator[Document | Problem]:
+def read_parquet(part: Part, field: str, columns: Columns = NO_COLUMNS) -> DocumentStream:
     """Yield the documents and problems of a part of a Parquet file; their `line` is the row, from 1."""
     with _pyarrow_reading(part.path) as library, library.parquet.ParquetFile(_source(part.path)) as file:
         names = _column_names(part.path, file.schema_arrow, field, columns)
-        # Only the row groups that overlap with the part are decoded; `first_row` is where the first of them begins.
-        groups, first_row, row = list[int](), part.start, 0
-        for index in range(file.metadata.num_row_groups):
-            num_rows = file.metadata.row_group(index).num_rows
-            if row < part.stop and row + num_rows > part.start:
-                first_row = row if not groups else first_row
-                groups.append(index)
-            row += num_rows
+        groups = [*range(part.start, part.stop)]
         batches = file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, columns=names)
-        yield from _documents(part, first_row, batches, field, columns)
+        yield from _documents(part, batches, field, columns)
 
 
 def arrow_parts(path: str, target_bytes: int) -> list[Part]:
@@ -63,10 +57,10 @@ def arrow_parts(path: str, target_bytes: int) -> list[Part]:
         return _join(path, ((batch.num_rows, batch.nbytes) for batch in _record_batches(path)), target_bytes)
 
 
-def read_arrow(part: Part, field: str, columns: Columns = NO_COLUMNS) -> Iterator[Document | Problem]:
+def read_arrow(part: Part, field: str, columns: Columns = NO_COLUMNS) -> DocumentStream:
     """Yield the documents and problems of a part of an Arrow file (stream or file format); their `line` is the row."""
     with _pyarrow_reading(part.path):
-        yield from _documents(part, 0, _record_batches(part.path), field, columns)
+        yield from _documents(part, islice(_record_batches(part.path), part.start, part.stop), field, columns)
 
 
 def is_datasets_folder(path: Path) -> bool:
@@ -102,37 +96,32 @@ def read_latent_table(path: Path) -> tuple[list[str], np.ndarray]:
 
 def _shards(folder: Path) -> list[Path]:
     """Return the Arrow files of a folder of `save_to_disk` in order."""
-    if (folder / "dataset_dict.json").is_file():
-        splits = _json_list(folder / "dataset_dict.json", "splits")
-        return [shard for split in splits for shard in _shards(folder / str(split))]
-    state = folder / "state.json"
-    if not state.is_file():
+    if not is_datasets_folder(folder):
         raise DataError(f"{folder}: no dataset_dict.json and no state.json; expected a folder of save_to_disk")
-    if _json_list(state, "_indices_data_files", []):
-        # The rows of the dataset are a reordered selection of the rows in the shards.
-        raise DataError(
-            f"{state}: the dataset was saved with an indices mapping; expected none: save it again with "
-            "flatten_indices() or a newer `datasets`"
-        )
-    entries = _json_list(state, "_data_files")
-    names = [entry.get("filename") if isinstance(entry, dict) else None for entry in entries]
-    if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
-        raise DataError(f"{state}: _data_files are {names[:4]}, expected names of Arrow files in this folder")
-    for name in names:
-        if not (folder / str(name)).is_file():
-            raise DataError(f"{folder / str(name)}: missing, expected as a shard of this dataset by state.json")
-    return [folder / str(name) for name in names]
-
-
-def _json_list(path: Path, key: str, default: list[Any] | None = None) -> list[Any]:
+    is_dict = (folder / "dataset_dict.json").is_file()
+    path = folder / ("dataset_dict.json" if is_dict else "state.json")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-        values = content[key] if default is None else content.get(key) or default
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        values = None
-    if not isinstance(values, list):
-        raise DataError(f"{path}: not readable as JSON with a list {key!r}; expected what save_to_disk writes")
-    return values
+        names = (
+            [str(name) for name in content["splits"]] if is_dict else [e["filename"] for e in content["_data_files"]]
+        )
+        is_selection = bool(content.get("_indices_data_files"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: {type(error).__name__} {error}; expected what save_to_disk writes") from None
+    if not names or not all(isinstance(name, str) and name == Path(name).name for name in names):
+        raise DataError(f"{path}: names {names[:4]}, expected those of files or folders in this one")
+    if is_dict:
+        return [shard for name in names for shard in _shards(folder / name)]
+    if is_selection:
+        # The rows of the dataset are a reordered selection of the rows in the shards.
+        raise DataError(
+            f"{path}: the dataset was saved with an indices mapping; expected none: save it again with "
+            "flatten_indices() or a newer `datasets`"
+        )
+    for name in names:
+        if not (folder / name).is_file():
+            raise DataError(f"{folder / name}: missing, expected as a shard of this dataset by state.json")
+    return [folder / name for name in names]
 
 
 @contextmanager
@@ -166,135 +155,125 @@ def _record_batches(path: str) -> Iterator[Any]:
 def _join(path: str, groups: Iterable[tuple[int, int]], target_bytes: int) -> list[Part]:
     """Join neighboring groups of rows, given as (rows, bytes), into parts of at most `target_bytes` if possible."""
     parts: list[Part] = []
-    start = stop = size = 0
-    for rows, bytes_ in groups:
-        if stop > start and size + bytes_ > target_bytes:
-            parts.append(Part(path, start, stop))
-            start, size = stop, 0
-        stop, size = stop + rows, size + bytes_
-    return [*parts, Part(path, start, stop)] if stop > start else parts
+    row, size = 1, 0
+    for index, (rows, num_bytes) in enumerate(groups):
+        if not parts or size + num_bytes > target_bytes:
+            parts.append(Part(path, index, index, row))
+            size = 0
+        parts[-1] = replace(parts[-1], stop=index + 1)
+        row, size = row + rows, size + num_bytes
+    return parts if row > 1 else []
 
 
 def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -> list[str]:
     """Return the names of the columns to read. The text column may be missing if there are tokens."""
-    types = pyarrow().types
     # Columns that are not asked for share the key None, which is skipped below.
-    kinds = {
-        field: ("text", lambda kind: _is_text(types, kind)),
-        columns.tokens: ("lists of integers", lambda kind: _is_list(types, kind, types.is_integer, 1)),
-        columns.latents: ("lists of floats", lambda kind: _is_list(types, kind, types.is_floating, 2)),
-        columns.key: ("text or integers", lambda kind: _is_text(types, kind) or types.is_integer(kind)),
+    expected_kinds = {
+        field: ("text", {"text"}),
+        columns.tokens: ("lists of integers", {"list of integer"}),
+        columns.latents: ("lists of floats", {"list of float", "list of list of float"}),
+        columns.key: ("text or integers", {"text", "integer"}),
     }
     names = []
-    for name, (expected, is_expected) in kinds.items():
+    for name, (expected, kinds) in expected_kinds.items():
         if name is None or (name == field and columns.tokens and field not in schema.names):
             continue
         if name not in schema.names:
             raise DataError(f"{path}: no column {name!r}, found {', '.join(map(repr, schema.names[:12])) or 'none'}")
-        kind = _storage_type(schema.field(name).type)
-        if not is_expected(kind):
-            raise DataError(f"{path}: column {name!r} is {kind}, expected {expected}")
+        column_type = _storage_type(schema.field(name).type)
+        if _kind(column_type) not in kinds:
+            raise DataError(f"{path}: column {name!r} is {column_type}, expected {expected}")
         names.append(name)
     return names
 
 
-def _storage_type(kind: Any) -> Any:
+def _storage_type(column_type: Any) -> Any:
     """Return the type that is stored under an extension type, such as those of `datasets`."""
-    return getattr(kind, "storage_type", kind)
+    return getattr(column_type, "storage_type", column_type)
 
 
-def _is_text(types: Any, kind: Any) -> bool:
-    kind = kind.value_type if types.is_dictionary(kind) else kind
-    return any(is_kind(kind) for is_kind in (types.is_string, types.is_large_string, types.is_string_view))
+def _kind(column_type: Any) -> str:
+    """Return what a column holds: text, integer, float, a list of these, or something else."""
+    types, column_type = pyarrow().types, _storage_type(column_type)
+    if types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type):
+        return f"list of {_kind(column_type.value_type)}"
+    if types.is_integer(column_type) or types.is_floating(column_type):
+        return "integer" if types.is_integer(column_type) else "float"
+    text_type = column_type.value_type if types.is_dictionary(column_type) else column_type
+    is_text = types.is_string(text_type) or types.is_large_string(text_type) or types.is_string_view(text_type)
+    return "text" if is_text else "other"
 
 
-def _item_type(types: Any, kind: Any) -> Any | None:
-    """Return the type of the items of a list type, None for other types."""
-    is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-    return _storage_type(kind.value_type) if is_list else None
-
-
-def _is_list(types: Any, kind: Any, is_item: Callable[[Any], bool], depth: int) -> bool:
-    """Return whether `kind` is a type of lists, nested at most `depth` deep, of items that fulfill `is_item`."""
-    items = _item_type(types, kind)
-    return items is not None and (is_item(items) or (depth > 1 and _is_list(types, items, is_item, depth - 1)))
-
-
-def _documents(
-    part: Part, row: int, batches: Iterable[Any], field: str, columns: Columns
-) -> Iterator[Document | Problem]:
-    """Yield the documents and problems of `part` from record batches, the first of which begins at `row`."""
+def _documents(part: Part, batches: Iterable[Any], field: str, columns: Columns) -> DocumentStream:
+    """Yield the documents and problems of the record batches of a part."""
+    row = part.first_line
     for record_batch in batches:
-        start, stop = max(part.start - row, 0), min(part.stop - row, record_batch.num_rows)
-        for offset in range(start, stop, _BATCH_ROWS):
-            batch = record_batch.slice(offset, min(_BATCH_ROWS, stop - offset))
-            names = _column_names(part.path, batch.schema, field, columns)
-            values_by_column = {name: _values(batch.column(batch.schema.get_field_index(name))) for name in names}
-            for index in range(batch.num_rows):
-                values = {name: column[index] for name, column in values_by_column.items()}
-                yield _document(part.path, row + offset + index + 1, values, field, columns)
-        row += record_batch.num_rows
-        if row >= part.stop:
-            return
+        names = _column_names(part.path, record_batch.schema, field, columns)
+        for offset in range(0, record_batch.num_rows, _BATCH_ROWS):
+            batch = record_batch.slice(offset, _BATCH_ROWS)
+            values_by_column = [_values(batch.column(batch.schema.get_field_index(name))) for name in names]
+            for values in zip(*values_by_column, strict=True):
+                yield _document(part.path, row, dict(zip(names, values, strict=True)), field, columns)
+                row += 1
 
 
 def _values(column: Any) -> Any:
     """Return Python values of a column, except lists (Arrow scalars) and text that is not UTF-8 (the exception)."""
     column = getattr(column, "storage", column)
-    if _item_type(pyarrow().types, column.type) is not None:
+    if _kind(column.type).startswith("list"):
         return column
     try:
         return column.to_pylist()
     except UnicodeDecodeError:
-        return [_text_or_error(value) for value in column]
-
-
-def _text_or_error(value: Any) -> Any:
-    try:
-        return value.as_py()
-    except UnicodeDecodeError as error:
-        return error
+        pass
+    values: list[Any] = []
+    for scalar in column:
+        try:
+            values.append(scalar.as_py())
+        except UnicodeDecodeError as error:
+            values.append(error)
+    return values
 
 
 def _document(path: str, line: int, values: dict[str, Any], field: str, columns: Columns) -> Document | Problem:
     """Return the document of a row, or its first problem; `values` is by column."""
+    problems: list[tuple[ProblemKind, str]] = []
     text = values.get(field)
     tokens = latents = None
     key = ""
-    problem: tuple[ProblemKind, str] | None = None
     if isinstance(text, UnicodeDecodeError):
-        problem = "unreadable", f"column {field!r} is not UTF-8"
+        problems.append(("unreadable", f"column {field!r} is not UTF-8"))
     elif columns.tokens is None and not (text or "").strip():
-        problem = "empty", "empty document"
+        problems.append(("empty", "empty document"))
     if columns.tokens is not None:
         tokens = _to_array(values[columns.tokens])
         if tokens is None or tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
-            problem = problem or ("invalid", f"column {columns.tokens!r} holds nothing, expected a list of integers")
+            problems.append(("invalid", f"column {columns.tokens!r} holds nothing, expected a list of integers"))
         elif not len(tokens):
-            problem = problem or ("empty", f"no tokens in column {columns.tokens!r}")
+            problems.append(("empty", f"no tokens in column {columns.tokens!r}"))
         else:
             tokens = tokens.astype(np.int64)
     if columns.latents is not None:
         latents = _to_array(values[columns.latents])
         if latents is None or latents.ndim not in (1, 2) or not latents.size:
             reason = f"column {columns.latents!r} holds no latent, expected floats [C] or [M, C]"
-            problem = problem or ("no_latent", reason)
+            problems.append(("no_latent", reason))
         else:
             latents = np.atleast_2d(latents)
     if columns.key is not None:
-        if values[columns.key] is None or isinstance(values[columns.key], UnicodeDecodeError):
-            problem = problem or ("invalid", f"column {columns.key!r} holds no id")
         key = str(values[columns.key])
-    return Problem(path, line, *problem) if problem else Document(text or "", path, line, tokens, latents, key)
+        if values[columns.key] is None or isinstance(values[columns.key], UnicodeDecodeError):
+            problems.append(("invalid", f"column {columns.key!r} holds no id"))
+    return Problem(path, line, *problems[0]) if problems else Document(text or "", path, line, tokens, latents, key)
 
 
 def _to_array(value: Any) -> np.ndarray | None:
-    """Convert a list scalar to an array [n] or [n, m]; None if it is null or its lists have different lengths."""
+    """Return a list scalar as an array [n] or [n, m]; None if it is null or its lists have different lengths."""
     items = value.values
     if items is None:
         return None
     items = getattr(items, "storage", items)
-    if _item_type(pyarrow().types, items.type) is None:
+    if not _kind(items.type).startswith("list"):
         return items.to_numpy(zero_copy_only=False)
     rows = [_to_array(item) for item in items]
     lengths = {None if row is None else len(row) for row in rows}
