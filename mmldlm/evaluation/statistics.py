@@ -9,8 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
+
+from mmldlm.utils.intervals import Ratio
 
 BITS = 1 / math.log(2)  # per nat
 NUM_NOISE_BINS = 10  # equal parts of [0, 1] that noise times are grouped in
@@ -107,6 +110,16 @@ def _ngrams(text: Sequence[int], n: int) -> Iterator[tuple[int, ...]]:
     return zip(*(text[start:] for start in range(n)), strict=False)
 
 
+def with_interval(name: str, ratio: Ratio) -> dict[str, Any]:
+    """Return a metric and, as `_ci95`, its interval."""
+    return {name: ratio.value, f"{name}_ci95": list(ratio.interval)}
+
+
+def share_with_interval(name: str, successes: int, count: int) -> dict[str, Any]:
+    """Return a share and, as `_ci95`, its interval."""
+    return {name: successes / count, f"{name}_ci95": list(share_interval(successes, count))}
+
+
 # --- tables ---------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +133,7 @@ def length_buckets(lengths: np.ndarray) -> list[tuple[int, int]]:
     return [(first, last) for first, last in buckets if ((lengths >= first) & (lengths <= last)).any()]
 
 
-def noise_bins(t: np.ndarray) -> Iterator[tuple[dict[str, float | int], np.ndarray]]:
+def noise_bins(t: np.ndarray) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
     """Yield, for each noise bin, its `t_from`, `t_to` and number of `draws`, and a bool mask of its draws among `t`."""
     # t = 1 belongs to the last bin.
     bins = np.minimum((t * NUM_NOISE_BINS).astype(np.int64), NUM_NOISE_BINS - 1)

@@ -15,7 +15,7 @@ from mmldlm.data.nearest import unit_vectors
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.evaluation.controls import ridge_latents
 from mmldlm.evaluation.evaluator import Condition, Evaluation
-from mmldlm.evaluation.statistics import cosine, noise_bins, retrieval_ranks, share_interval
+from mmldlm.evaluation.statistics import cosine, noise_bins, retrieval_ranks, share_interval, with_interval
 from mmldlm.utils.intervals import ratio_of_sums
 
 
@@ -40,8 +40,7 @@ def latent_similarity_metrics(evaluation: Evaluation, latents: np.ndarray) -> di
     own = ratio_of_sums(cosine(latents, truth).astype(np.float64), np.ones(count))
     rank = retrieval_ranks(unit_vectors(latents) @ unit_vectors(truth).T)
     return {
-        "cosine": own.value,
-        "cosine_ci95": list(own.interval),
+        **with_interval("cosine", own),
         "cosine_mean_latent": float(cosine(mean, truth).mean()),
         "cosine_shuffled": float(cosine(latents, other).mean()),
         **{f"recall_at_{k}": float((rank <= k).mean()) for k in (1, 10)},

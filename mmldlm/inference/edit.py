@@ -1,18 +1,10 @@
-"""`--edit "text with [a span] to rewrite"`: infill a part of a text, given the rest and a latent.
-
-Shape letters: n latents, M latent tokens of a sample, C latent channels.
-"""
+"""`--edit "text with [a span] to rewrite"`: the text to infill, see `template` of `generate.sample`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
-from mmldlm.diffusion.sampling import Generation, SamplingConfig
 from mmldlm.errors import DataError, UsageError
-from mmldlm.inference.generate import StepCallback, check_guidance, generate_and_decode
 from mmldlm.run.load import LoadedRun
 
 _ESCAPED = "[]\\"
@@ -80,30 +72,3 @@ def mask_span(run: LoadedRun, span_edit: SpanEdit, span_length: int | None) -> l
     if len(template) > max_length:
         raise DataError(f"--edit: expected at most {max_length} tokens with the span, found {len(template)}")
     return template
-
-
-def edit(
-    run: LoadedRun,
-    config: SamplingConfig,
-    seed: int,
-    template_ids: list[int],
-    raw_latents: np.ndarray,
-    count: int = 1,
-    callback: StepCallback | None = None,
-) -> tuple[Generation, list[str]]:
-    """Infill a template, given latents.
-
-    Args:
-        template_ids: Tokens, of which only [MASK] is replaced.
-        raw_latents: [n, M, C] on the encoder's scale.
-        count: Versions per latent.
-        callback: Called after each step.
-
-    Returns:
-        The generation of n x `count` samples, its latents on the encoder's scale, and its texts.
-    """
-    check_guidance(run, "l2t", config)
-    latents = torch.from_numpy(run.store.standardize(raw_latents)).repeat_interleave(count, 0)
-    lengths, template = (len(template_ids),) * len(latents), torch.tensor(template_ids * len(latents))
-    generator = torch.Generator().manual_seed(seed)
-    return generate_and_decode(run, "l2t", config, generator, latents, lengths, template=template, callback=callback)

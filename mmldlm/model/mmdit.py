@@ -216,7 +216,6 @@ class MMDiT(nn.Module):
         latent_skip: Add a learned multiple of the noised latents to the latent prediction, for epsilon and v.
     """
 
-    block_type: type[MMDiTBlock] = MMDiTBlock
     shards_blocks = False  # whether the weights of a block are whole in its own `forward` alone
 
     def __init__(
@@ -239,7 +238,7 @@ class MMDiT(nn.Module):
         self.latent_position = nn.Parameter(torch.empty(shape.latent_tokens, latent_width))
         self.text_time = TimeEmbedding(conditioning)
         self.latent_time = TimeEmbedding(conditioning)
-        self.blocks = nn.ModuleList(self.block_type(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(MMDiTBlock(config) for _ in range(config.depth))
         checkpoint_blocks(self.blocks, memory, uses_rng=config.dropout > 0)
         self.text_final = Modulation(conditioning, width, branches=1, rank=config.modulation_rank)
         self.latent_final = Modulation(conditioning, latent_width, branches=1, rank=config.modulation_rank)

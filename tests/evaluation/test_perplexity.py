@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from mmldlm.errors import DataError, UsageError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.perplexity import CausalModel, perplexity, score_texts
-from mmldlm.evaluation.suite import Extras, evaluate
+from mmldlm.evaluation.suite import evaluate
 from tests.helpers.known_runs import fresh_run, perfect_run
 
 OF_ITS_OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "a.A", "AutoModelForCausalLM": "a.B"}}
@@ -62,8 +62,8 @@ def test_nats_match_transformers(folder: Path) -> None:
 
 
 def test_perplexity_has_held_out_texts_as_baseline(folder: Path, tiny_store: Path) -> None:
-    config, extras = EvaluationConfig(texts=12, times=1), Extras(perplexity_model=folder)
-    joint = evaluate(perfect_run(tiny_store), config, ["joint"], extras)["joint"]
+    config = EvaluationConfig(texts=12, times=1)
+    joint = evaluate(perfect_run(tiny_store), config, ["joint"], perplexity_model=folder)["joint"]
     evaluation = Evaluation(perfect_run(tiny_store), config)
     model = CausalModel(folder, CPU)
     for suffix, tokens in (("_true", evaluation.tokens[:12]), ("_unigram", evaluation.unigram_tokens(12))):

@@ -44,7 +44,7 @@ def test_command_ends_with_the_same_output_as_without_watch(
     short_run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for mode in (["--text", TEXT], ["--mode", "joint"], ["--interpolate", TEXT, TEXT], ["--edit", "The [rose]."]):
-        arguments = ["sample", str(short_run_dir), *mode, "--steps", "2"]
+        arguments = ["sample", str(short_run_dir), *mode, "sampling.steps=2"]
         assert cli.main(arguments) == 0
         unwatched = capsys.readouterr().out
         assert cli.main([*arguments, "--watch"]) == 0
