@@ -266,6 +266,23 @@ def test_scores_are_those_of_the_library(given: str, short_run_dir: Path, tmp_pa
     assert summary["bits_per_token_ci95"] == pytest.approx(expected.bits_per_token.interval, abs=1e-5)
 
 
+@pytest.mark.quick
+def test_settings_replace_those_of_the_run(
+    short_run_dir: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They belong to what was requested."""
+    plain, half = tmp_path / "plain.jsonl", tmp_path / "half.jsonl"
+    assert cli.main(job("score", short_run_dir, texts, plain)) == 0
+    assert cli.main([*job("score", short_run_dir, texts, half), "precision=bf16"]) == 0
+    nats = [[line["nats"] for line in records(out)] for out in (plain, half)]
+    assert nats[0] != nats[1] and nats[0] == pytest.approx(nats[1], rel=0.05)
+    capsys.readouterr()
+    status = cli.main(job("score", short_run_dir, texts, half))
+    assert_user_error((status, capsys.readouterr().err), 2, "was begun with settings")
+    status = cli.main([*job("score", short_run_dir, texts, half), "model.depth=9"])
+    assert_user_error((status, capsys.readouterr().err), 64, "expected sampling.KEY=VALUE", "found 'model.depth=9'")
+
+
 def test_intervals_of_single_texts_hold_their_true_bound(short_run_dir: Path, tmp_path: Path) -> None:
     model, out = mmldlm.load(short_run_dir), tmp_path / "out.jsonl"
     texts = write_lines(tmp_path / "texts.txt", TEXTS * 8)
