@@ -8,10 +8,10 @@ Shape letters: n documents or texts, M latent tokens, C latent channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -252,11 +252,17 @@ class Evaluation:
 
     def training_similarity(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the similarity of each text to the most similar training text, float64 [n] (collective)."""
-        similarity = np.zeros(len(texts))
-        own = range(self.processes.rank, len(texts), self.processes.world_size)
-        for index in self.progress.track(own, "texts", len(own)):
-            similarity[index] = self._training_texts.similarity(texts[index])
-        return self.sum_over_ranks(similarity)
+        return self.measure_texts(self._training_texts.similarity, texts)
+
+    def measure_texts(
+        self, measure: Callable[[_T], Any], texts: Sequence[_T], numbers: int | None = None
+    ) -> np.ndarray:
+        """Return the results of `measure` of all texts, float64 [n] or [n, `numbers`] (collective)."""
+        values = np.zeros(len(texts) if numbers is None else (len(texts), numbers))
+        local = range(self.processes.rank, len(texts), self.processes.world_size)
+        for index in self.progress.track(local, "texts", len(local)):
+            values[index] = measure(texts[index])
+        return self.sum_over_ranks(values)
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of token sequences."""
