@@ -168,6 +168,8 @@ class Evaluation:
 
     def generate(self, mode: Mode, condition: Condition, count: int, sampling: SamplingConfig) -> GeneratedSamples:
         """Generate latents and tokens for the first `count` documents, with their lengths (collective)."""
+        if mode == "joint":  # which has no condition to be guided to
+            sampling = replace(sampling, guidance=1.0)
         return self._generate(mode, self.batches(condition, count), self.lengths[:count], sampling)
 
     def generate_latents(self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig) -> np.ndarray:

@@ -7,7 +7,6 @@ latents are distributed, and whether each text and its latent belong together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -67,7 +66,7 @@ def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str
     """
     evaluation.progress.phase("texts and latents from noise")
     run, count = evaluation.run, evaluation.num_texts
-    generated = evaluation.generate("joint", "none", count, replace(run.config.sampling, guidance=1.0))
+    generated = evaluation.generate("joint", "none", count, run.config.sampling)
     token_sets = {
         "": generated.tokens,
         "_true": evaluation.tokens[:count],

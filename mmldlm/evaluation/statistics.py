@@ -80,12 +80,8 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
 
 def token_entropy(texts: Sequence[Sequence[int]]) -> float:
     """Return the entropy in bits of the token frequencies within a text, mean over texts (arXiv 2409.02908)."""
-    return float(np.mean([_entropy(text) for text in texts]))
-
-
-def _entropy(text: Sequence[int]) -> float:
-    frequencies = np.array(list(Counter(text).values())) / len(text)
-    return float(-(frequencies * np.log2(frequencies)).sum())
+    frequencies = [np.array(list(Counter(text).values())) / len(text) for text in texts]
+    return float(np.mean([float(-(share * np.log2(share)).sum()) for share in frequencies]))
 
 
 def distinct(texts: Sequence[Sequence[int]], n: int) -> float | None:

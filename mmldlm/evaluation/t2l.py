@@ -96,11 +96,9 @@ def _by_noise_bin(evaluation: Evaluation) -> list[dict[str, Any]]:
         "cosine_mean_latent": np.tile(cosine(mean, truth), (len(t), 1)),
         "recall_at_1": np.stack([retrieval_ranks(unit_vectors(latents) @ candidates) <= 1 for latents in denoised]),
     }
-    return [
-        {**row, **{name: _mean(values[inside]) for name, values in values_by_metric.items()}}
-        for row, inside in noise_bins(t)
-    ]
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean(dtype=np.float64)) if len(values) else None
+    rows = []
+    for row, inside in noise_bins(t):
+        for name, values in values_by_metric.items():
+            row[name] = float(values[inside].mean(dtype=np.float64)) if inside.any() else None
+        rows.append(row)
+    return rows

@@ -77,7 +77,7 @@ def collect_figure_data(run: LoadedRun, processes: Collectives) -> FigureData:
     if "joint" in trained:
         # Enough for the table of texts as well, which shows the same generations.
         joint_count = min(count, max(NUM_JOINT_SAMPLES, config.validation.text_samples))
-        sampling = _cap_steps(replace(config.sampling, guidance=1.0), int(evaluation.lengths[:joint_count].max()))
+        sampling = _cap_steps(config.sampling, int(evaluation.lengths[:joint_count].max()))
         joint = evaluation.generate("joint", "none", joint_count, sampling)
         joint_latents, joint_tokens = _flat(joint.latents), joint.tokens
     return FigureData(

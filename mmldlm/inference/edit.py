@@ -44,16 +44,10 @@ class SpanEdit:
 
 
 def mask_span(run: LoadedRun, span_edit: SpanEdit, span_length: int | None) -> list[int]:
-    """Tokenize the text and replace all tokens that the span touches by [MASK].
+    """Tokenize the text and replace the tokens that the span touches by `span_length` times [MASK], or by as many.
 
-    Whole tokens are replaced: with a tokenizer that joins a space to the following word, that space is included.
-
-    Args:
-        span_length: Number of [MASK] tokens; None: as many as are replaced.
-
-    Raises:
-        UsageError: The span is empty and `span_length` is not given.
-        DataError: The result is longer than any text of the run.
+    Whole tokens are replaced: with a tokenizer that joins a space to the following word, that space is included. An
+    empty span without a length is a `UsageError`, a result that is longer than any text of the run a `DataError`.
     """
     text, start, stop = span_edit.text, span_edit.start, span_edit.stop
     ids, offsets = run.tokenizer.encode_with_offsets(text)

@@ -36,20 +36,16 @@ def sample(
     slots: Tensor | None = None,
     template: Sequence[int] | None = None,
 ) -> tuple[Generation, list[str]]:
-    """Generate `count` samples per condition.
+    """Generate `count` samples for each condition: `raw_latents` [n, M, C] in l2t, `texts` in t2l, none in joint.
+
+    Latents are on the encoder's scale, given and returned.
 
     Args:
-        raw_latents: The conditions in l2t, [n, M, C] on the encoder's scale.
-        texts: The conditions in t2l.
-        count: Samples per condition; in joint, which has none, the number of samples.
         length: Tokens of each text, or of the texts of each condition; by default from the length head: its median in
             l2t, a draw in joint.
         callback: Called after each step that generates text.
         slots: int64 [B], keys of the samples' own random streams; by default all are drawn from one.
         template: In l2t, the tokens of a text of which only [MASK] is generated.
-
-    Returns:
-        The generation, its latents on the encoder's scale, and its texts.
 
     Raises:
         UsageError: Guidance is not available for the mode or the run, or `length` has another number of conditions.
@@ -117,17 +113,10 @@ def interpolate(
     length: int | None = None,
     callback: StepCallback | None = None,
 ) -> tuple[Generation, list[str]]:
-    """Generate a text for each of `points` latents between two latents.
+    """Generate a text for each of `points` latents from one of `raw_latents` [2, M, C] to the other, both included.
 
-    All texts have the same length and use the same random numbers, so neighbors differ by their latents alone.
-
-    Args:
-        raw_latents: The two ends, [2, M, C] on the encoder's scale.
-        points: Number of latents, both ends included.
-        length: Tokens of each text; by default the median of the length head for the latent in the middle.
-
-    Returns:
-        The generation of all points, its latents on the encoder's scale, and its texts.
+    All texts have the same length, by default the median of the length head for the latent in the middle, and use the
+    same random numbers: neighbors differ by their latents alone.
     """
     check_guidance(run, "l2t", config)
     a, b = run.store.standardize(raw_latents)
