@@ -21,9 +21,9 @@ from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.distributed.process_group import process_group
 from mmldlm.errors import ExitCode, exit_process, run_command
 from mmldlm.evaluation import EvaluationConfig
-from mmldlm.evaluation.suite import Extras, evaluate
+from mmldlm.evaluation.suite import evaluate
 from mmldlm.evaluation.table import samples_markdown, table
-from mmldlm.run.load import BUNDLE_CONFIG, add_run_options, load_run_on_all_ranks, run_config
+from mmldlm.run.load import BUNDLE_CONFIG, add_run_options, add_settings, load_run_on_all_ranks, run_config
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import make_folder, write_atomically
 from mmldlm.utils.nested import replace_nonfinite
@@ -39,13 +39,6 @@ def _parse_modes(text: str) -> tuple[str, ...]:
     return tuple(name for name in MODES if name in names)
 
 
-def _parse_steps(text: str) -> tuple[int, ...]:
-    numbers = text.split(",")
-    if not all(number.strip().isdecimal() and int(number) for number in numbers):
-        raise argparse.ArgumentTypeError(f"expected numbers from 1 on, separated by commas, found {text}")
-    return tuple(map(int, numbers))
-
-
 def _parser() -> argparse.ArgumentParser:
     defaults = EvaluationConfig()
     parser = argparse.ArgumentParser(
@@ -53,9 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Evaluate a run on held-out documents; docs/evaluation.md describes the metrics.",
     )
     add_run_options(parser)
-    parser.add_argument(
-        "sampling", nargs="*", metavar="sampling.KEY=VALUE", help="settings that replace the run's own, such as steps"
-    )
+    add_settings(parser)
     parser.add_argument(
         "--modes", type=_parse_modes, help="comma-separated list of l2t, t2l and joint; default: the trained modes"
     )
@@ -83,9 +74,6 @@ def _parser() -> argparse.ArgumentParser:
         help="joint: local folder of a causal language model for transformers",
     )
     parser.add_argument(
-        "--steps", type=_parse_steps, default=(), metavar="1,2,4,...", help="a table of generation by reverse steps"
-    )
-    parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where to write the results; default: the run folder"
     )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # injected by the deepspeed launcher
@@ -103,7 +91,6 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
         if getattr(options, name) < minimum:
             parser.error(f"--{name}: expected at least {minimum}, found {getattr(options, name)}")
     config = EvaluationConfig(options.split, options.samples, options.texts, options.times, options.seed, options.batch)
-    extras = Extras(options.sts, options.perplexity_model, options.steps)
     out: Path = options.out or options.run
     if options.out is None and (options.run / BUNDLE_CONFIG).is_file():
         parser.error("--out: expected a folder for the results, since those of a bundle are part of it")
@@ -115,9 +102,9 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
         progress.phase("loading the run")
         if processes.world_size == 1:
             choose_threads()
-        loaded = load_run_on_all_ranks(options, processes, options.sampling)
-        measured = evaluate(loaded, config, options.modes, extras, processes, progress)
-        overrides = {"sampling": " ".join(options.sampling)} if options.sampling else {}
+        loaded = load_run_on_all_ranks(options, processes)
+        measured = evaluate(loaded, config, options.modes, options.sts, options.perplexity_model, processes, progress)
+        overrides = {"sampling": " ".join(options.settings)} if options.settings else {}
         result = replace_nonfinite({**overrides, **measured})
         with processes.raise_on_all_ranks("writing of the results"):
             if processes.is_main:

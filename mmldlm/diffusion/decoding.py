@@ -9,7 +9,6 @@ an index into the F tokens.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
@@ -24,35 +23,16 @@ TextDecoding = Literal["ancestral", "confidence"]
 CHUNK_ROWS = 256  # rows of probabilities in memory at a time
 
 
-class TextDecoder(ABC):
-    """Reverse steps of F tokens, all of them [MASK] before the first step.
-
-    Attributes:
-        uniforms: For each step, the numbers from which its tokens are drawn, float64 [P] on the device.
-    """
-
-    uniforms: tuple[Tensor, ...]
-
-    @abstractmethod
-    def rows(self, step: int, tokens: Tensor) -> Tensor:
-        """Return the rows of the tokens [F] that the network predicts in `step`, int64 [P], ascending."""
-
-    @abstractmethod
-    def update(self, step: int, tokens: Tensor, rows: Tensor, drawn: Tensor, confidence: Tensor) -> Tensor:
-        """Return the tokens [F] after `step`, counted from 0.
-
-        `rows` is the result of the method of that name; `drawn` [P] are the tokens drawn for them, `confidence` [P]
-        their log probabilities.
-        """
-
-
-class AncestralDecoder(TextDecoder):
+class AncestralDecoder:
     """Unmasks each masked token with the probability of the reverse process, and masks others again (ReMDM).
 
     Args:
         times: Noise times, from 1 to 0; one step between each two.
         uniforms: float64 [steps, F] in [0, 1), on the host.
         remask: Fraction of the maximal remasking rate.
+
+    Attributes:
+        uniforms: For each step, the numbers from which its tokens are drawn, float64 [P] on the device.
     """
 
     def __init__(
@@ -72,21 +52,22 @@ class AncestralDecoder(TextDecoder):
         self.uniforms = _copy_to(device, remainders)
 
     def rows(self, step: int, tokens: Tensor) -> Tensor:
+        """Return the rows of the tokens [F] that the network predicts in `step`, int64 [P], ascending."""
         return self._unmasked[step]
 
     def update(self, step: int, tokens: Tensor, rows: Tensor, drawn: Tensor, confidence: Tensor) -> Tensor:
+        """Return the tokens [F] after `step`; `drawn` [P] are those of `rows`, `confidence` their log probabilities."""
         return tokens.index_copy(0, rows, drawn).index_fill(0, self._remasked[step], self._mask_id)
 
 
-class ConfidenceDecoder(TextDecoder):
+class ConfidenceDecoder:
     """Predicts all masked tokens and unmasks the most confident ones (MaskGIT, arXiv 2202.04200, section 3.2).
 
     After the step to time s, round(s L) tokens of a sample of length L are masked. A step that unmasks no token of any
     sample predicts none.
 
     Args:
-        times: Noise times, from 1 to 0; one step between each two.
-        uniforms: float64 [steps, F] in [0, 1), on the host.
+        times, uniforms: See `AncestralDecoder`, whose methods and attributes it has.
         layout: Which of the F tokens belong to which sample, on the device of the tokens.
     """
 

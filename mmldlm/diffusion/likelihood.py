@@ -5,6 +5,8 @@ Shape letters: B samples.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,14 +14,23 @@ from torch import Tensor
 from mmldlm.batch import Batch
 from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
-from mmldlm.diffusion.noise import Noise
+from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, Network, Objective
 
 BOUND_SAMPLER = TextConfig(masks="exact").sampler  # of the noise times
 
 
+@torch.no_grad()
 def bound_terms(
-    network: Network, mask_id: int, latent: GaussianDiffusion, batch: Batch, noise: Noise, device: torch.device
+    network: Network,
+    mask_id: int,
+    latent: GaussianDiffusion,
+    batch: Batch,
+    t_latent: float,
+    seed: int,
+    draw: int,
+    num_slots: int,
+    device: torch.device,
 ) -> Tensor:
     """Return one draw of the terms of each sample's likelihood bound, whatever loss the network was trained with.
 
@@ -27,12 +38,16 @@ def bound_terms(
 
     Args:
         batch: The samples, on the host.
-        noise: A noise time of the text by `BOUND_SAMPLER`; the latent's is 0, or 1 for a text without a latent.
+        t_latent: Noise time of the latents: 0, or 1 for texts without a latent, where the network gets noise.
+        draw: Number of the draw, which keys its noise.
+        num_slots: Texts that share the low-discrepancy grid of a draw's noise times; the samples have places in it.
 
     Returns:
         float64 [5, B] on the host: the noise time of the text; the number of masked tokens; their nats, summed; the
         same with the weights of the bound, an unbiased estimate of the negative ELBO; the nats of the length.
     """
+    noise = draw_noise(batch, seed, draw, num_slots, mode_weights("l2t"), BOUND_SAMPLER)
+    noise = replace(noise, t_latent=torch.full_like(noise.t_latent, t_latent))
     noised = Objective(LossConfig(), MaskedDiffusion(mask_id, "elbo", "exact"), latent).corrupt(batch, noise)
     prediction, _, length_logits, *_ = network(*noised.to(device).inputs)
     # On the host, where the order of summation is fixed.

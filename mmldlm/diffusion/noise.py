@@ -54,20 +54,19 @@ def mode_stages(mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> di
 
     A `ValueError` names the key with a step below 0, an unknown mode or invalid weights.
     """
-    stages = {0: _weights_of_key("mode", mode)}
-    for step in sorted(mode_schedule):
+    stages: dict[int, dict[Mode, float]] = {}
+    given = [
+        ("mode", 0, mode),
+        *((f"mode_schedule.{step}", step, mode_schedule[step]) for step in sorted(mode_schedule)),
+    ]
+    for key, step, shares in given:
         if step < 0:
-            raise ValueError(f"mode_schedule.{step}: expected an optimizer step, at least 0, found {step}")
-        stages[step] = _weights_of_key(f"mode_schedule.{step}", mode_schedule[step])
+            raise ValueError(f"{key}: expected an optimizer step, at least 0, found {step}")
+        try:
+            stages[step] = mode_weights(shares)
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
     return stages
-
-
-def _weights_of_key(key: str, mode: ModeShares) -> dict[Mode, float]:
-    """Return `mode_weights(mode)`, with `key` in its errors."""
-    try:
-        return mode_weights(mode)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
 
 
 def mode_weights_at(step: int, mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> dict[Mode, float]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import PackedLayout
-from mmldlm.diffusion.decoding import AncestralDecoder, ConfidenceDecoder, TextDecoder, TextDecoding, draw_tokens
+from mmldlm.diffusion.decoding import AncestralDecoder, ConfidenceDecoder, TextDecoding, draw_tokens
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode, RandomSource, draw_normal, draw_uniform
@@ -187,7 +187,7 @@ def _reverse(
         start = torch.full((layout.num_tokens,), text.mask_id) if template is None else template.cpu()
         masked, x = MaskedPositions.from_tokens(start, text.mask_id, layout), start.to(device)
         uniforms = draw_uniform(generator, config.steps, masked.layout.lengths)
-        decoder: TextDecoder = (
+        decoder = (
             ConfidenceDecoder(text, grid, uniforms, masked.layout)
             if config.resolve_decoding(mode) == "confidence"
             else AncestralDecoder(text, grid, uniforms, config.remask, device)

@@ -8,10 +8,10 @@ Shape letters: n documents or texts, M latent tokens, C latent channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -30,9 +30,9 @@ from mmldlm.run.load import LoadedRun
 from mmldlm.utils.progress import Progress
 
 ENCODER_BATCH_SIZE = 64  # texts
-MICRO_BATCHES = "micro-batches"
 _UNIGRAM = len(MODES)  # key of the random stream of unigram texts; the modes have the keys below
 
+_T = TypeVar("_T")
 # The latent to condition on: the document's own, another document's, the mean of all, or none (noise).
 Condition = Literal["own", "shuffled", "mean", "none"]
 
@@ -135,13 +135,13 @@ class Evaluation:
         The slots of a micro-batch are document indices. Where a forward pass is collective, a rank without work left
         repeats a micro-batch that is not counted.
         """
-        for counted, slots in self._track_local_slots(self.lengths[:count]):
+        for counted, slots in self._track(self._local_slots(self.lengths[:count])):
             yield counted, self._batch(condition, slots)
 
     def draws(self, condition: Condition) -> Iterator[tuple[int, bool, Batch]]:
         """Yield (draw, counted, micro-batch) of this rank's part of all documents, for each of `times` draws."""
         work = [(draw, *item) for draw in range(self.config.times) for item in self._local_slots(self.lengths)]
-        for draw, counted, slots in self.progress.track(work, MICRO_BATCHES, len(work)):
+        for draw, counted, slots in self._track(work):
             yield draw, counted, self._batch(condition, slots)
 
     def _batch(self, condition: Condition, slots: np.ndarray) -> Batch:
@@ -150,10 +150,8 @@ class Evaluation:
             return batch
         return replace(batch, latents=torch.from_numpy(self.latents[condition][slots]))
 
-    def _track_local_slots(self, lengths: np.ndarray) -> Iterator[tuple[bool, np.ndarray]]:
-        """Yield what `_local_slots` returns, with progress."""
-        local_items = self._local_slots(lengths)
-        return self.progress.track(local_items, MICRO_BATCHES, len(local_items))
+    def _track(self, work: Sequence[_T]) -> Iterator[_T]:
+        return self.progress.track(work, "micro-batches", len(work))
 
     def _local_slots(self, lengths: np.ndarray) -> list[tuple[bool, np.ndarray]]:
         """Return (counted, slots) of this rank's micro-batches, in which samples of similar `lengths` are together."""
@@ -169,6 +167,8 @@ class Evaluation:
 
     def generate(self, mode: Mode, condition: Condition, count: int, sampling: SamplingConfig) -> GeneratedSamples:
         """Generate latents and tokens for the first `count` documents, with their lengths (collective)."""
+        if mode == "joint":  # which has no condition to be guided to
+            sampling = replace(sampling, guidance=1.0)
         return self._generate(mode, self.batches(condition, count), self.lengths[:count], sampling)
 
     def generate_latents(self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig) -> np.ndarray:
@@ -176,12 +176,10 @@ class Evaluation:
         shape, lengths = self.raw_latents.shape[1:], np.array([len(text) for text in tokens])
 
         def batches() -> Iterator[tuple[bool, Batch]]:
-            for counted, slots in self._track_local_slots(lengths):
-                batch_tokens = torch.cat([torch.tensor(tokens[slot]) for slot in slots])
-                indices = torch.from_numpy(slots)
-                batch_lengths = tuple(lengths[slots].tolist())
+            for counted, slots in self._track(self._local_slots(lengths)):
+                flat, indices = torch.cat([torch.tensor(tokens[slot]) for slot in slots]), torch.from_numpy(slots)
                 empty = torch.zeros(len(slots), *shape)
-                yield counted, Batch(batch_tokens, empty, batch_lengths, indices, indices)
+                yield counted, Batch(flat, empty, tuple(lengths[slots].tolist()), indices, indices)
 
         return self._generate("t2l", batches(), lengths, sampling).latents
 
@@ -255,11 +253,17 @@ class Evaluation:
 
     def training_similarity(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
         """Return the similarity of each text to the most similar training text, float64 [n] (collective)."""
-        similarity = np.zeros(len(texts))
-        own = range(self.processes.rank, len(texts), self.processes.world_size)
-        for index in self.progress.track(own, "texts", len(own)):
-            similarity[index] = self._training_texts.similarity(texts[index])
-        return self.sum_over_ranks(similarity)
+        return self.measure_texts(self._training_texts.similarity, texts)
+
+    def measure_texts(
+        self, measure: Callable[[_T], Any], texts: Sequence[_T], numbers: int | None = None
+    ) -> np.ndarray:
+        """Return the results of `measure` of all texts, float64 [n] or [n, `numbers`] (collective)."""
+        values = np.zeros(len(texts) if numbers is None else (len(texts), numbers))
+        local = range(self.processes.rank, len(texts), self.processes.world_size)
+        for index in self.progress.track(local, "texts", len(local)):
+            values[index] = measure(texts[index])
+        return self.sum_over_ranks(values)
 
     def decode(self, tokens: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of token sequences."""

@@ -7,7 +7,6 @@ latents are distributed, and whether each text and its latent belong together.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from mmldlm.diffusion.noise import MODES, SampleStreams
 from mmldlm.evaluation.evaluator import Evaluation
 from mmldlm.evaluation.l2t import NUM_SHOWN_SAMPLES, memorization_metrics, reencoding_metrics
-from mmldlm.evaluation.perplexity import CausalModel, perplexity, score_texts
+from mmldlm.evaluation.perplexity import CausalModel, perplexity
 from mmldlm.evaluation.statistics import distinct, frechet_distance, repetition, token_entropy
 
 REPETITION_NGRAM = 4  # tokens
@@ -67,7 +66,7 @@ def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str
     """
     evaluation.progress.phase("texts and latents from noise")
     run, count = evaluation.run, evaluation.num_texts
-    generated = evaluation.generate("joint", "none", count, replace(run.config.sampling, guidance=1.0))
+    generated = evaluation.generate("joint", "none", count, run.config.sampling)
     token_sets = {
         "": generated.tokens,
         "_true": evaluation.tokens[:count],
@@ -79,9 +78,7 @@ def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str
         metrics |= {key + suffix: value for key, value in diversity_metrics(tokens).items()}
         if model is not None:
             evaluation.progress.phase(f"perplexity{suffix.replace('_', ', ')}")
-            local = range(evaluation.processes.rank, count, evaluation.processes.world_size)
-            indices = evaluation.progress.track(local, "texts", len(local))
-            nats = evaluation.sum_over_ranks(score_texts(model, texts[suffix], indices))
+            nats = evaluation.measure_texts(model.nats, texts[suffix], 2)
             metrics[f"generative_perplexity{suffix}"] = perplexity(nats)
     metrics |= frechet_metrics(evaluation, generated.latents)
     evaluation.progress.phase("re-encoding of the generated texts")

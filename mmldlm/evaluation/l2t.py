@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.evaluation.evaluator import Condition, Evaluation
-from mmldlm.evaluation.statistics import cosine, length_buckets, share_interval
+from mmldlm.evaluation.statistics import cosine, length_buckets, share_with_interval, with_interval
 from mmldlm.utils.intervals import ratio_of_sums
 
 BOOTSTRAPS = 1000
@@ -36,12 +36,7 @@ def reference_metrics(
         np.array(matches, np.float64), np.array([len(text) for text in reference_tokens], np.float64)
     )
     exact = sum(text == true for text, true in zip(texts, references, strict=True))
-    metrics = {
-        "token_accuracy": accuracy.value,
-        "token_accuracy_ci95": list(accuracy.interval),
-        "exact_match": exact / len(texts),
-        "exact_match_ci95": list(share_interval(exact, len(texts))),
-    }
+    metrics = with_interval("token_accuracy", accuracy) | share_with_interval("exact_match", exact, len(texts))
     # `force` only silences a warning about references that look tokenized.
     for name, metric in (("bleu", BLEU(force=True)), ("chrf", CHRF())):
         metrics[name] = metric.corpus_score(list(texts), [list(references)]).score
@@ -61,12 +56,10 @@ def reencoding_metrics(encoded: np.ndarray, truth: np.ndarray) -> dict[str, Any]
     """
     similarity = cosine(encoded, truth).astype(np.float64)
     finite = similarity[np.isfinite(similarity)]
-    mean = ratio_of_sums(finite, np.ones(len(finite))) if len(finite) else None
-    return {
-        "reencoded_cosine": mean.value if mean else None,
-        "reencoded_cosine_ci95": list(mean.interval) if mean else None,
-        "unencodable": len(similarity) - len(finite),
-    }
+    metrics: dict[str, Any] = {"reencoded_cosine": None, "reencoded_cosine_ci95": None}
+    if len(finite):
+        metrics = with_interval("reencoded_cosine", ratio_of_sums(finite, np.ones(len(finite))))
+    return {**metrics, "unencodable": len(similarity) - len(finite)}
 
 
 def memorization_metrics(evaluation: Evaluation, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
@@ -123,9 +116,8 @@ def _exact_match_by_length(exact: np.ndarray, lengths: np.ndarray) -> list[dict[
     rows = []
     for first, last in length_buckets(lengths):
         inside = exact[(lengths >= first) & (lengths <= last)]
-        interval = list(share_interval(int(inside.sum()), len(inside)))
-        numbers = {"texts": len(inside), "exact_match": float(inside.mean()), "exact_match_ci95": interval}
-        rows.append({"tokens_from": first, "tokens_to": last, **numbers})
+        share = share_with_interval("exact_match", int(inside.sum()), len(inside))
+        rows.append({"tokens_from": first, "tokens_to": last, "texts": len(inside), **share})
     return rows
 
 

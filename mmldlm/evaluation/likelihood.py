@@ -12,17 +12,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmldlm.diffusion.likelihood import BOUND_SAMPLER, bound_terms
+from mmldlm.diffusion.likelihood import bound_terms
 from mmldlm.diffusion.noise import MODES, SampleStreams, draw_noise, mode_weights
 from mmldlm.evaluation.controls import bag_of_words_nats
 from mmldlm.evaluation.evaluator import Condition, Evaluation
-from mmldlm.evaluation.statistics import BITS, length_buckets, noise_bins
-from mmldlm.utils.intervals import ratio_of_sums
+from mmldlm.evaluation.statistics import BITS, length_buckets, noise_bins, with_interval
+from mmldlm.utils.intervals import Ratio, ratio_of_sums
 
 MAX_ORDERED_TOKENS = 64  # longest document whose likelihood by confidence is computed, by as many passes
 _ORDERED = len(MODES) + 2  # key of the random stream of its noise latents, see `Evaluation`
 LATENT_TIMES = (0.3, 0.5, 0.7, 0.9)  # at which the text is generated, in the bound by way of the latent
 NOVEL_FRACTION = 0.9  # of the documents: those least similar to a training text
+_ERRORS = ("_standard_error", "_ci95")  # ends of keys
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,6 @@ class TextBound:
         return self.length.mean(0)
 
 
-@torch.no_grad()
 def text_bound(evaluation: Evaluation, condition: Condition, t_latent: float = 0.0) -> TextBound:
     """Estimate the likelihood bound of all documents, whatever loss the run was trained with (collective).
 
@@ -55,14 +55,12 @@ def text_bound(evaluation: Evaluation, condition: Condition, t_latent: float = 0
     that of "none" is noise.
     """
     run, config, count = evaluation.run, evaluation.config, len(evaluation.ids)
+    mask_id, t_latent = run.store.manifest.mask_id, 1.0 if condition == "none" else t_latent
     # The arrays of `TextBound`; other ranks fill in the remaining documents.
     terms = np.zeros((5, config.times, count))
     for draw, counted, batch in evaluation.draws(condition):
-        noise = draw_noise(batch, config.seed, draw, count, mode_weights("l2t"), BOUND_SAMPLER)
-        # At 1 the network gets noise, whatever the latents of the batch are.
-        noise = replace(noise, t_latent=torch.full_like(noise.t_latent, 1.0 if condition == "none" else t_latent))
-        mask_id = run.store.manifest.mask_id
-        drawn = bound_terms(run.model, mask_id, run.objective.latent, batch, noise, run.device)
+        fixed = run.model, mask_id, run.objective.latent, batch, t_latent, config.seed
+        drawn = bound_terms(*fixed, draw, count, run.device)
         if counted:
             terms[:, draw, batch.slots.numpy()] = drawn
     return TextBound(*evaluation.sum_over_ranks(terms))
@@ -103,19 +101,20 @@ def _by_way_of_the_latent(evaluation: Evaluation, alone: TextBound) -> list[dict
     bounds = [
         (nats, text_bound(evaluation, "own", t)) for t, nats in zip(LATENT_TIMES, latent_nats(evaluation), strict=True)
     ]
-    rows, tokens = [], evaluation.lengths.astype(np.float64)
-    for t, (nats, bound) in zip((*LATENT_TIMES, 1.0), [*bounds, (np.zeros(len(tokens)), alone)], strict=True):
-        total = ratio_of_sums(nats + bound.nats, tokens) * BITS
-        rows.append(
-            {
-                "t_latent": t,
-                "latent_bits_per_token": ratio_of_sums(nats, tokens).value * BITS,
-                "text_bits_per_token": ratio_of_sums(bound.nats, tokens).value * BITS,
-                "bits_per_token": total.value,
-                "bits_per_token_ci95": list(total.interval),
-            }
-        )
+    rows, nothing = [], np.zeros(len(evaluation.ids))
+    for t, (nats, bound) in zip((*LATENT_TIMES, 1.0), [*bounds, (nothing, alone)], strict=True):
+        bits = {
+            "latent_bits_per_token": _bits(nats, evaluation.lengths).value,
+            "text_bits_per_token": _bits(bound.nats, evaluation.lengths).value,
+        }
+        total = with_interval("bits_per_token", _bits(nats + bound.nats, evaluation.lengths))
+        rows.append({"t_latent": t, **bits, **total})
     return rows
+
+
+def _bits(nats: np.ndarray, units: np.ndarray) -> Ratio:
+    """Return the bits per unit of n documents with these numbers of tokens or characters."""
+    return ratio_of_sums(nats, units.astype(np.float64)) * BITS
 
 
 @torch.no_grad()
@@ -164,12 +163,10 @@ def _by_confidence(evaluation: Evaluation, condition: Condition, bound: TextBoun
     ordered = np.flatnonzero(evaluation.lengths[: len(nats)] <= MAX_ORDERED_TOKENS)
     if len(ordered) < 2:
         return {"confidence_documents": len(ordered)}
-    tokens = evaluation.lengths[ordered].astype(np.float64)
-    bits = ratio_of_sums(nats[ordered], tokens) * BITS
+    tokens = evaluation.lengths[ordered]
     return {
-        "bits_per_token_by_confidence": bits.value,
-        "bits_per_token_by_confidence_ci95": list(bits.interval),
-        "bits_per_token_by_confidence_bound": ratio_of_sums(bound.nats[ordered], tokens).value * BITS,
+        **with_interval("bits_per_token_by_confidence", _bits(nats[ordered], tokens)),
+        "bits_per_token_by_confidence_bound": _bits(bound.nats[ordered], tokens).value,
         "confidence_documents": len(ordered),
     }
 
@@ -178,15 +175,11 @@ def likelihood_of_text(evaluation: Evaluation) -> dict[str, Any]:
     """Return the bound of the texts alone, with the unigram baseline (collective)."""
     evaluation.progress.phase("bound, no latent")
     bound, unigram = text_bound(evaluation, "none"), evaluation.unigram_nats()
-    controls = _bits(evaluation, unigram, only_values=True) | _with_length(
-        evaluation, unigram, evaluation.marginal_length_nats(), only_values=True
-    )
+    controls = _bits_by_unit(evaluation, unigram)
+    controls |= _bits_with_length(evaluation, unigram, evaluation.marginal_length_nats())
     return {
-        **_bits(evaluation, bound.nats),
-        **_with_length(evaluation, bound.nats, bound.length_nats),
-        "bits_per_token_novel": _novel_bits(evaluation, bound.nats),
-        **_by_confidence(evaluation, "none", bound),
-        "controls": {f"unigram_{key}": value for key, value in controls.items()},
+        **_text_metrics(evaluation, bound, "none"),
+        "controls": {f"unigram_{key}": value for key, value in controls.items() if not key.endswith(_ERRORS)},
         "by_length": _by_length(evaluation, bound, {"unigram_bits_per_token": unigram}),
         "by_t_text": _by_noise_bin(evaluation, bound, {}),
         "by_way_of_the_latent": _by_way_of_the_latent(evaluation, bound),
@@ -200,53 +193,52 @@ def likelihood_given_latents(evaluation: Evaluation) -> dict[str, Any]:
     for condition in conditions:
         evaluation.progress.phase(f"bound, latent {condition}")
         bounds[condition] = text_bound(evaluation, condition)
-    own, shuffled = bounds["own"], bounds["shuffled"]
-    tokens = evaluation.lengths.astype(np.float64)
-    unigram = evaluation.unigram_nats()
+    own, shuffled, unigram = bounds["own"], bounds["shuffled"], evaluation.unigram_nats()
     evaluation.progress.phase("bag of words given the latent")
-    bag_of_words = bag_of_words_nats(evaluation)
+    baselines = {
+        "shuffled": shuffled.nats,
+        "mean_latent": bounds["mean"].nats,
+        "unigram": unigram,
+        "bag_of_words": bag_of_words_nats(evaluation),
+    }
+    by_length = {f"bits_per_token_{name}": baselines[name] for name in ("shuffled", "unigram")}
     return {
-        **_bits(evaluation, own.nats),
-        **_with_length(evaluation, own.nats, own.length_nats),
-        "bits_per_token_novel": _novel_bits(evaluation, own.nats),
-        **_by_confidence(evaluation, "own", own),
-        "bits_per_token_shuffled": ratio_of_sums(shuffled.nats, tokens).value * BITS,
-        "bits_per_token_mean_latent": ratio_of_sums(bounds["mean"].nats, tokens).value * BITS,
-        "bits_per_token_unigram": ratio_of_sums(unigram, tokens).value * BITS,
-        "bits_per_token_bag_of_words": ratio_of_sums(bag_of_words, tokens).value * BITS,
-        "by_length": _by_length(
-            evaluation, own, {"bits_per_token_shuffled": shuffled.nats, "bits_per_token_unigram": unigram}
-        ),
+        **_text_metrics(evaluation, own, "own"),
+        **{f"bits_per_token_{name}": _bits(nats, evaluation.lengths).value for name, nats in baselines.items()},
+        "by_length": _by_length(evaluation, own, by_length),
         "by_t_text": _by_noise_bin(evaluation, own, {"bits_per_masked_token_shuffled": shuffled}),
     }
 
 
-def _novel_bits(evaluation: Evaluation, nats: np.ndarray) -> float:
-    """Return the bits per token without the tenth of the documents that is most similar to training texts."""
-    novel = np.argsort(evaluation.document_similarity, kind="stable")[: max(1, int(NOVEL_FRACTION * len(nats)))]
-    return ratio_of_sums(nats[novel], evaluation.lengths[novel].astype(np.float64)).value * BITS
-
-
-def _with_length(
-    evaluation: Evaluation, nats: np.ndarray, length_nats: np.ndarray, only_values: bool = False
-) -> dict[str, Any]:
-    """Return the bits of the lengths, and those of texts with their lengths, per token."""
-    total = _bits(evaluation, nats + length_nats, only_values)
+def _text_metrics(evaluation: Evaluation, bound: TextBound, condition: Condition) -> dict[str, Any]:
+    """Return the bits of the bound, without and with lengths, without similar documents, and by confidence."""
+    # Without the tenth of the documents that is most similar to training texts.
+    novel = np.argsort(evaluation.document_similarity, kind="stable")[: max(1, int(NOVEL_FRACTION * len(bound.nats)))]
     return {
-        "length_bits_per_token": ratio_of_sums(length_nats, evaluation.lengths.astype(np.float64)).value * BITS,
+        **_bits_by_unit(evaluation, bound.nats),
+        **_bits_with_length(evaluation, bound.nats, bound.length_nats),
+        "bits_per_token_novel": _bits(bound.nats[novel], evaluation.lengths[novel]).value,
+        **_by_confidence(evaluation, condition, bound),
+    }
+
+
+def _bits_with_length(evaluation: Evaluation, nats: np.ndarray, length_nats: np.ndarray) -> dict[str, Any]:
+    """Return the bits of the lengths, and those of texts with their lengths, per token."""
+    total = _bits_by_unit(evaluation, nats + length_nats)
+    return {
+        "length_bits_per_token": _bits(length_nats, evaluation.lengths).value,
         **{key.replace("_token", "_token_with_length"): value for key, value in total.items() if "_token" in key},
     }
 
 
-def _bits(evaluation: Evaluation, nats: np.ndarray, only_values: bool = False) -> dict[str, Any]:
-    """Return bits per token and per character, unless `only_values` with standard error and interval."""
+def _bits_by_unit(evaluation: Evaluation, nats: np.ndarray) -> dict[str, Any]:
+    """Return bits per token and per character, with standard errors and intervals."""
     metrics: dict[str, Any] = {}
     for unit, sizes in (("token", evaluation.lengths), ("character", evaluation.characters)):
-        bits = ratio_of_sums(nats, sizes.astype(np.float64)) * BITS
+        bits = _bits(nats, sizes)
         metrics[f"bits_per_{unit}"] = bits.value
-        if not only_values:
-            metrics[f"bits_per_{unit}_standard_error"] = bits.standard_error
-            metrics[f"bits_per_{unit}_ci95"] = list(bits.interval)
+        metrics[f"bits_per_{unit}_standard_error"] = bits.standard_error
+        metrics[f"bits_per_{unit}_ci95"] = list(bits.interval)
     return metrics
 
 
@@ -255,16 +247,13 @@ def _by_length(evaluation: Evaluation, bound: TextBound, baselines: dict[str, np
     rows, lengths = [], evaluation.lengths
     for first, last in length_buckets(lengths):
         inside = (lengths >= first) & (lengths <= last)
-        tokens = lengths[inside].astype(np.float64)
-        bits = ratio_of_sums(bound.nats[inside], tokens) * BITS
         rows.append(
             {
                 "tokens_from": first,
                 "tokens_to": last,
                 "documents": int(inside.sum()),
-                "bits_per_token": bits.value,
-                "bits_per_token_ci95": list(bits.interval),
-                **{name: ratio_of_sums(nats[inside], tokens).value * BITS for name, nats in baselines.items()},
+                **with_interval("bits_per_token", _bits(bound.nats[inside], lengths[inside])),
+                **{name: _bits(nats[inside], lengths[inside]).value for name, nats in baselines.items()},
             }
         )
     return rows
@@ -278,15 +267,7 @@ def _by_noise_bin(evaluation: Evaluation, bound: TextBound, baselines: dict[str,
     for row, inside in noise_bins(bound.t):
         # Baselines have the same times and masks, hence the same bins and denominators.
         masked = float(bound.masked[inside].sum())
-        rows.append(
-            {
-                **row,
-                "bits_per_masked_token": float(bound.nll[inside].sum()) / masked * BITS if masked else None,
-                **{
-                    name: float(other.nll[inside].sum()) / masked * BITS if masked else None
-                    for name, other in baselines.items()
-                },
-                "bits_of_bound": float(bound.weighted[inside].sum()) / all_tokens * BITS,
-            }
-        )
+        for name, measured in {"bits_per_masked_token": bound, **baselines}.items():
+            row[name] = float(measured.nll[inside].sum()) / masked * BITS if masked else None
+        rows.append({**row, "bits_of_bound": float(bound.weighted[inside].sum()) / all_tokens * BITS})
     return rows

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -64,11 +63,3 @@ def perplexity(nats: np.ndarray) -> float | None:
     """Return exp(nats per token) over all texts, from rows [n, 2] of nats and tokens; None if there are no tokens."""
     total, tokens = nats.sum(0)
     return float(np.exp(total / tokens)) if tokens else None
-
-
-def score_texts(model: CausalModel, texts: Sequence[str], indices: Iterable[int]) -> np.ndarray:
-    """Return nats and tokens of the texts at `indices`, float64 [n, 2] with zeros for the other texts."""
-    scores = np.zeros((len(texts), 2))
-    for index in indices:
-        scores[index] = model.nats(texts[index])
-    return scores

@@ -6,7 +6,6 @@ It needs no encoder and no other model, so it runs wherever the training does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from mmldlm.distributed.collectives import Collectives
@@ -54,8 +53,7 @@ def _t2l(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _joint(evaluation: Evaluation) -> dict[str, Any]:
-    sampling = replace(evaluation.run.config.sampling, guidance=1.0)
-    generated = evaluation.generate("joint", "none", len(evaluation.ids), sampling)
+    generated = evaluation.generate("joint", "none", len(evaluation.ids), evaluation.run.config.sampling)
     metrics = diversity_metrics(generated.tokens)
     metrics |= {f"{key}_true": value for key, value in diversity_metrics(evaluation.tokens).items()}
     return metrics | frechet_metrics(evaluation, generated.latents)

@@ -9,8 +9,11 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
+
+from mmldlm.utils.intervals import Ratio
 
 BITS = 1 / math.log(2)  # per nat
 NUM_NOISE_BINS = 10  # equal parts of [0, 1] that noise times are grouped in
@@ -77,12 +80,8 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
 
 def token_entropy(texts: Sequence[Sequence[int]]) -> float:
     """Return the entropy in bits of the token frequencies within a text, mean over texts (arXiv 2409.02908)."""
-    return float(np.mean([_entropy(text) for text in texts]))
-
-
-def _entropy(text: Sequence[int]) -> float:
-    frequencies = np.array(list(Counter(text).values())) / len(text)
-    return float(-(frequencies * np.log2(frequencies)).sum())
+    frequencies = [np.array(list(Counter(text).values())) / len(text) for text in texts]
+    return float(np.mean([float(-(share * np.log2(share)).sum()) for share in frequencies]))
 
 
 def distinct(texts: Sequence[Sequence[int]], n: int) -> float | None:
@@ -107,6 +106,16 @@ def _ngrams(text: Sequence[int], n: int) -> Iterator[tuple[int, ...]]:
     return zip(*(text[start:] for start in range(n)), strict=False)
 
 
+def with_interval(name: str, ratio: Ratio) -> dict[str, Any]:
+    """Return a metric and, as `_ci95`, its interval."""
+    return {name: ratio.value, f"{name}_ci95": list(ratio.interval)}
+
+
+def share_with_interval(name: str, successes: int, count: int) -> dict[str, Any]:
+    """Return a share and, as `_ci95`, its interval."""
+    return {name: successes / count, f"{name}_ci95": list(share_interval(successes, count))}
+
+
 # --- tables ---------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +129,7 @@ def length_buckets(lengths: np.ndarray) -> list[tuple[int, int]]:
     return [(first, last) for first, last in buckets if ((lengths >= first) & (lengths <= last)).any()]
 
 
-def noise_bins(t: np.ndarray) -> Iterator[tuple[dict[str, float | int], np.ndarray]]:
+def noise_bins(t: np.ndarray) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
     """Yield, for each noise bin, its `t_from`, `t_to` and number of `draws`, and a bool mask of its draws among `t`."""
     # t = 1 belongs to the last bin.
     bins = np.minimum((t * NUM_NOISE_BINS).astype(np.int64), NUM_NOISE_BINS - 1)

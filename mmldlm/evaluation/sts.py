@@ -40,42 +40,28 @@ def read_pairs(path: Path) -> list[Pair]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"--sts {path}: cannot be read ({error})") from None
-    parse = _parse_tsv if path.suffix == ".tsv" else _parse_json
     pairs = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        pair = parse(line)
-        if pair is None:
-            is_tsv = parse is _parse_tsv
+        try:
+            pairs.append(_parse(line, path.suffix))
+        except (ValueError, KeyError, TypeError):
+            is_tsv = path.suffix == ".tsv"
             expected = "two sentences and a number separated by tabs" if is_tsv else f"keys {', '.join(KEYS)}"
-            raise DataError(f"--sts {path}: line {number}: expected {expected}, found {line[:80]!r}")
-        pairs.append(pair)
+            raise DataError(f"--sts {path}: line {number}: expected {expected}, found {line[:80]!r}") from None
     if len(pairs) < MIN_PAIRS or len({pair.score for pair in pairs}) < 2:
         raise DataError(f"--sts {path}: {len(pairs)} pairs, expected at least {MIN_PAIRS}, of different scores")
     return pairs
 
 
-def _parse_tsv(line: str) -> Pair | None:
-    return _pair(line.split("\t"))
-
-
-def _parse_json(line: str) -> Pair | None:
-    try:
-        record = json.loads(line)
-        return _pair([record[key] for key in KEYS])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _pair(fields: list[Any]) -> Pair | None:
-    if len(fields) != len(KEYS) or not all(isinstance(text, str) and text.strip() for text in fields[:2]):
-        return None
-    try:
-        score = float(fields[2])
-    except (ValueError, TypeError):
-        return None
-    return Pair(fields[0], fields[1], score) if math.isfinite(score) else None
+def _parse(line: str, suffix: str) -> Pair:
+    """Return the pair of a line; one that is none raises ValueError, KeyError or TypeError."""
+    first, second, number = line.split("\t") if suffix == ".tsv" else map(json.loads(line).__getitem__, KEYS)
+    score = float(number)
+    if not all(isinstance(text, str) and text.strip() for text in (first, second)) or not math.isfinite(score):
+        raise ValueError
+    return Pair(first, second, score)
 
 
 def tokenize_sentences(evaluation: Evaluation, pairs: list[Pair]) -> tuple[list[str], list[list[int]]]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mmldlm.diffusion.noise import Mode
 from mmldlm.distributed.collectives import Collectives
-from mmldlm.evaluation.by_steps import steps_metrics
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import joint_metrics
 from mmldlm.evaluation.l2t import text_metrics
@@ -21,20 +20,12 @@ from mmldlm.run.load import LoadedRun
 from mmldlm.utils.progress import Progress
 
 
-@dataclass(frozen=True)
-class Extras:
-    """Optional inputs of the user."""
-
-    sts: Path | None = None  # pairs of sentences with a score
-    perplexity_model: Path | None = None  # folder of a causal language model
-    steps: Sequence[int] = ()  # numbers of reverse steps to compare
-
-
 def evaluate(
     run: LoadedRun,
     config: EvaluationConfig,
     modes: Sequence[Mode] | None = None,
-    extras: Extras = Extras(),
+    sts: Path | None = None,
+    perplexity_model: Path | None = None,
     processes: Collectives | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -42,7 +33,8 @@ def evaluate(
 
     Args:
         modes: The modes to measure; by default those that the run trained.
-        extras: Optional inputs, each of which adds metrics.
+        sts: File of pairs of sentences with a score, which add metrics of t2l.
+        perplexity_model: Folder of a causal language model, which adds metrics of joint.
         processes: The ranks that share the work; by default this process alone.
         progress: Reports the phases; by default silent.
 
@@ -60,10 +52,10 @@ def evaluate(
         evaluation = Evaluation(run, config, processes, progress=progress)
         # Loaded, and sentences tokenized, only to fail here and not after all generations.
         _ = evaluation.encoder
-        pairs = read_pairs(extras.sts) if extras.sts and "t2l" in modes else []
+        pairs = read_pairs(sts) if sts and "t2l" in modes else []
         tokenize_sentences(evaluation, pairs)
-        if extras.perplexity_model and "joint" in modes:
-            model = CausalModel(extras.perplexity_model, run.device)
+        if perplexity_model and "joint" in modes:
+            model = CausalModel(perplexity_model, run.device)
     result: dict[str, Any] = {
         "step": run.step,
         "weights": run.weights,
@@ -82,6 +74,4 @@ def evaluate(
             result["t2l"] |= sts_metrics(evaluation, pairs)
     if "joint" in modes:
         result["joint"] = joint_metrics(evaluation, model)
-    if extras.steps:
-        result["by_steps"] = steps_metrics(evaluation, modes, extras.steps)
     return result

@@ -15,7 +15,7 @@ from mmldlm.data.nearest import unit_vectors
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.evaluation.controls import ridge_latents
 from mmldlm.evaluation.evaluator import Condition, Evaluation
-from mmldlm.evaluation.statistics import cosine, noise_bins, retrieval_ranks, share_interval
+from mmldlm.evaluation.statistics import cosine, noise_bins, retrieval_ranks, share_interval, with_interval
 from mmldlm.utils.intervals import ratio_of_sums
 
 
@@ -40,8 +40,7 @@ def latent_similarity_metrics(evaluation: Evaluation, latents: np.ndarray) -> di
     own = ratio_of_sums(cosine(latents, truth).astype(np.float64), np.ones(count))
     rank = retrieval_ranks(unit_vectors(latents) @ unit_vectors(truth).T)
     return {
-        "cosine": own.value,
-        "cosine_ci95": list(own.interval),
+        **with_interval("cosine", own),
         "cosine_mean_latent": float(cosine(mean, truth).mean()),
         "cosine_shuffled": float(cosine(latents, other).mean()),
         **{f"recall_at_{k}": float((rank <= k).mean()) for k in (1, 10)},
@@ -97,11 +96,9 @@ def _by_noise_bin(evaluation: Evaluation) -> list[dict[str, Any]]:
         "cosine_mean_latent": np.tile(cosine(mean, truth), (len(t), 1)),
         "recall_at_1": np.stack([retrieval_ranks(unit_vectors(latents) @ candidates) <= 1 for latents in denoised]),
     }
-    return [
-        {**row, **{name: _mean(values[inside]) for name, values in values_by_metric.items()}}
-        for row, inside in noise_bins(t)
-    ]
-
-
-def _mean(values: np.ndarray) -> float | None:
-    return float(values.mean(dtype=np.float64)) if len(values) else None
+    rows = []
+    for row, inside in noise_bins(t):
+        for name, values in values_by_metric.items():
+            row[name] = float(values[inside].mean(dtype=np.float64)) if inside.any() else None
+        rows.append(row)
+    return rows

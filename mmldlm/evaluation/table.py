@@ -105,18 +105,16 @@ def table(result: Mapping[str, Any]) -> str:
         lines.append(f"  the Frechet distance needs --texts {joint['frechet_samples_needed']} or more")
     for title, metrics in (("text alone", result), ("given the latent", result.get("l2t", {}))):
         if "exact_match_by_length" in metrics:
-            lines += ["", "exact matches by length", *_align(_exact_match_cells(metrics["exact_match_by_length"]))]
+            lines += ["", "exact matches by length", *_columns(metrics["exact_match_by_length"])]
         if "by_length" in metrics:
-            lines += ["", f"bits per token by length, {title}", *_align(_length_cells(metrics["by_length"]))]
-            lines += ["", f"bits by noise bin, {title}", *_align(_noise_bin_cells("t_text", metrics["by_t_text"]))]
+            lines += ["", f"bits per token by length, {title}", *_columns(metrics["by_length"])]
+            lines += ["", f"bits by noise bin, {title}", *_columns(metrics["by_t_text"], "t_text")]
     if "by_way_of_the_latent" in result:
-        rows = result["by_way_of_the_latent"]
-        lines += ["", "bits per token by way of the latent, at its noise time", *_align(_latent_cells(rows))]
+        title = "bits per token by way of the latent, at its noise time"
+        lines += ["", title, *_columns(result["by_way_of_the_latent"], titles=_WAY_TITLES)]
     if "t2l" in result:
         rows = result["t2l"]["by_t_latent"]
-        lines += ["", "latents from texts by noise bin, in one pass", *_align(_noise_bin_cells("t_latent", rows))]
-    for mode, rows in result.get("by_steps", {}).items():
-        lines += ["", f"{mode} by reverse steps", *_align(_steps_cells(rows))]
+        lines += ["", "latents from texts by noise bin, in one pass", *_columns(rows, "t_latent")]
     return "\n".join(lines)
 
 
@@ -134,68 +132,45 @@ def _section(title: str, rows: Iterable[Row], metrics: Mapping[str, Any]) -> lis
     return lines
 
 
-def _length_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    names = [name for name in rows[0] if name not in ("tokens_from", "tokens_to", "documents", "bits_per_token_ci95")]
-    head = ["tokens", "documents", *(_column_title(name) for name in names)]
-    return [head] + [
-        [f"{row['tokens_from']}-{row['tokens_to']}", str(row["documents"]), *(_number(row[name]) for name in names)]
-        for row in rows
-    ]
+_TITLES = {
+    "bits_per_token": "bits",
+    "bits_per_token_shuffled": "shuffled",
+    "bits_per_token_unigram": "unigram",
+    "unigram_bits_per_token": "unigram",
+    "bits_per_masked_token": "per masked token",
+    "bits_per_masked_token_shuffled": "shuffled",
+    "bits_of_bound": "of the bound",
+    "cosine_shuffled": "shuffled",
+    "cosine_mean_latent": "mean",
+    "recall_at_1": "recall@1",
+    "exact_match": "exact",
+    "exact_match_ci95": "95 %",
+}
+_WAY_TITLES = {
+    "latent_bits_per_token": "of the latent",
+    "text_bits_per_token": "of the text",
+    "bits_per_token": "together",
+}
 
 
-def _exact_match_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    return [["tokens", "texts", "exact", "95 %"]] + [
-        [
-            f"{row['tokens_from']}-{row['tokens_to']}",
-            str(row["texts"]),
-            _number(row["exact_match"]),
-            " to ".join(map(_number, row["exact_match_ci95"])),
-        ]
-        for row in rows
-    ]
-
-
-def _latent_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    keys = ("latent_bits_per_token", "text_bits_per_token", "bits_per_token")
-    head = ["t_latent", "of the latent", "of the text", "together"]
-    return [head] + [[f"{row['t_latent']:.1f}", *(_number(row[key]) for key in keys)] for row in rows]
-
-
-def _steps_cells(rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    head = [name.replace("_", " ") for name in rows[0]]
-    return [head] + [[str(row["steps"]), *(_number(row[name]) for name in list(row)[1:])] for row in rows]
-
-
-def _noise_bin_cells(time: str, rows: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    names = [name for name in rows[0] if name not in ("t_from", "t_to", "draws")]
-    head = [time, "draws", *(_column_title(name) for name in names)]
-    return [head] + [
-        [f"{row['t_from']:.1f}-{row['t_to']:.1f}", str(row["draws"]), *(_number(row[name]) for name in names)]
-        for row in rows
-    ]
-
-
-def _column_title(key: str) -> str:
-    titles = {
-        "bits_per_token": "bits",
-        "bits_per_token_shuffled": "shuffled",
-        "bits_per_token_unigram": "unigram",
-        "unigram_bits_per_token": "unigram",
-        "bits_per_masked_token": "per masked token",
-        "bits_per_masked_token_shuffled": "shuffled",
-        "bits_of_bound": "of the bound",
-        "cosine": "cosine",
-        "cosine_shuffled": "shuffled",
-        "cosine_mean_latent": "mean",
-        "recall_at_1": "recall@1",
-    }
-    return titles[key]
-
-
-def _align(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return lines of right-aligned columns."""
-    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))]
+def _columns(rows: Sequence[Mapping[str, Any]], time: str = "", titles: Mapping[str, str] = _TITLES) -> list[str]:
+    """Return lines of right-aligned columns: the bounds of each row's bin, its counts, and its metrics by `titles`."""
+    names = [name for name in rows[0] if not name.endswith(("_from", "_to")) and name != "bits_per_token_ci95"]
+    bounds = [name for name in rows[0] if name.endswith(("_from", "_to"))]
+    cells = [[*([time or "tokens"] if bounds else []), *(titles.get(name, name) for name in names)]]
+    for row in rows:
+        cells.append(["-".join(_cell(name, row[name]) for name in bounds)] if bounds else [])
+        cells[-1] += [_cell(name, row[name]) for name in names]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+
+
+def _cell(name: str, value: Any) -> str:
+    if isinstance(value, list):
+        return " to ".join(map(_number, value))
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.1f}" if name in ("t_latent", "t_from", "t_to") else _number(value)
 
 
 def samples_markdown(result: Mapping[str, Any]) -> str:

@@ -12,9 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
 from mmldlm.data.nearest import unit_vectors
 from mmldlm.data.store import Store
@@ -79,7 +77,7 @@ def collect_figure_data(run: LoadedRun, processes: Collectives) -> FigureData:
     if "joint" in trained:
         # Enough for the table of texts as well, which shows the same generations.
         joint_count = min(count, max(NUM_JOINT_SAMPLES, config.validation.text_samples))
-        sampling = _cap_steps(replace(config.sampling, guidance=1.0), int(evaluation.lengths[:joint_count].max()))
+        sampling = _cap_steps(config.sampling, int(evaluation.lengths[:joint_count].max()))
         joint = evaluation.generate("joint", "none", joint_count, sampling)
         joint_latents, joint_tokens = _flat(joint.latents), joint.tokens
     return FigureData(
@@ -135,34 +133,29 @@ def _evaluation(run: LoadedRun, count: int, processes: Collectives) -> Evaluatio
     return Evaluation(run, EvaluationConfig(SPLIT, seed=SEED, batch=batch), processes, ids)
 
 
+@torch.no_grad()
 def _first_guesses(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
     """Predict lengths and tokens from the latents alone, in one pass (collective).
 
     Return each sample's likeliest length [n]; by position, the numbers of right tokens and of tokens [2, longest].
     """
+    run, device = evaluation.run, evaluation.run.device
     likeliest_lengths, token_hits = np.zeros(len(evaluation.ids)), np.zeros((2, evaluation.lengths.max()))
     for counted, batch in evaluation.batches("own"):
-        lengths, is_hit = _first_guess(evaluation.run, batch)
+        layout = batch.layout
+        # t_text = 1 and t_latent = 0: the whole text is masked and the latent is clean.
+        masked = torch.full((layout.num_tokens,), run.objective.text.mask_id, device=device)
+        t_text = torch.ones(layout.num_samples, device=device)
+        positions = torch.arange(layout.num_tokens, device=device)
+        given = masked, batch.latents.to(device), t_text, torch.zeros_like(t_text), layout.to(device), positions, None
+        logits, _, lengths, *_ = run.model(*given)
         if counted:
-            likeliest_lengths[batch.slots.numpy()] = lengths
-            position = batch.layout.position.numpy()
-            np.add.at(token_hits[0], position, is_hit.numpy())
+            position = layout.position.numpy()
+            np.add.at(token_hits[0], position, (logits.argmax(-1).cpu() == batch.tokens).numpy())
             np.add.at(token_hits[1], position, 1)
+            # The first class of the length head is one token.
+            likeliest_lengths[batch.slots.numpy()] = lengths.argmax(-1).cpu() + 1
     return evaluation.sum_over_ranks(likeliest_lengths).astype(np.int64), evaluation.sum_over_ranks(token_hits)
-
-
-def _first_guess(run: LoadedRun, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return the likeliest length [B], and whether the likeliest token is the true one [N]; on the host."""
-    layout, device = batch.layout, run.device
-    # t_text = 1 and t_latent = 0: the whole text is masked and the latent is clean.
-    masked = torch.full((layout.num_tokens,), run.objective.text.mask_id, device=device)
-    t_text = torch.ones(layout.num_samples, device=device)
-    positions = torch.arange(layout.num_tokens, device=device)
-    logits, _, lengths, *_ = run.model(
-        masked, batch.latents.to(device), t_text, torch.zeros_like(t_text), layout.to(device), positions, None
-    )
-    # The first class of the length head is one token.
-    return lengths.argmax(-1).cpu() + 1, logits.argmax(-1).cpu() == batch.tokens
 
 
 def _nearest(latents: np.ndarray, store: Store, count: int) -> list[int]:

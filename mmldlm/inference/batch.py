@@ -46,11 +46,9 @@ if TYPE_CHECKING:
     from mmldlm.distributed.collectives import Collectives
 
 Item: TypeAlias = Document | Problem  # what is read from a line of a file, or row of an array
-# Called with the indices and texts of n items and their latents [n, M, C], if the job has any. Returns a record of each
-# item, and generated latents float32 [n, R, M, C].
-Compute: TypeAlias = Callable[
-    [list[int], list[str], np.ndarray | None], tuple[Sequence[dict[str, Any]], np.ndarray | None]
-]
+Results: TypeAlias = tuple[Sequence[dict[str, Any]], np.ndarray | None]  # records, generated latents [n, R, M, C]
+# Called with the indices and texts of n items and their latents [n, M, C], if the job has any.
+Compute: TypeAlias = Callable[[list[int], list[str], np.ndarray | None], Results]
 Latents: TypeAlias = Callable[[list[int], list[str]], np.ndarray]
 NO_ROWS = (0, 0, 0)
 
@@ -169,14 +167,19 @@ def encode_with(run: LoadedRun) -> Latents:
     return lambda _, texts: encoder.encode(texts)
 
 
-def describe(run: LoadedRun, *inputs: Path | None) -> dict[str, Any]:
-    """Return the run's step and hashes of weights and inputs: the same for a run and its bundle, wherever they are."""
+def describe(run: LoadedRun, options: Namespace, *inputs: Path | None) -> dict[str, Any]:
+    """Return the run's step, and hashes of weights and inputs: the same for a run and its bundle, wherever they are.
+
+    Settings of `options` other than those of `sampling` belong to it.
+    """
     assert isinstance(run.model, nn.Module)
     digest = hashlib.sha256()
     for _, tensor in sorted(model_state(run.model).items()):
         digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     files = [sha256(path) for path in inputs if path is not None]
-    return {"run": str(run), "weights": digest.hexdigest(), "input": files}
+    settings = [setting for setting in options.settings if not setting.startswith("sampling.")]
+    described = {"run": str(run), "weights": digest.hexdigest(), "input": files}
+    return described | ({"settings": settings} if settings else {})
 
 
 class _Output:

@@ -86,8 +86,8 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
     weights = TensorGroup(1, {name: SlicedTensor.like(tensor, ((0, 0),)) for name, tensor in tensors.items()})
     names = [tensor_file_name("model", 0, 1), BUNDLE_CONFIG, LATENTS_NAME, CARD_NAME]
     write_tensors(folder / names[0], tensors)
-    _write(folder / BUNDLE_CONFIG, _json(dump(portable(run.config))))
-    _write(folder / LATENTS_NAME, _json(asdict(run.store.manifest.latent)))
+    _write_json(folder / BUNDLE_CONFIG, dump(portable(run.config)))
+    _write_json(folder / LATENTS_NAME, asdict(run.store.manifest.latent))
     run.tokenizer.save(folder / "tokenizer")
     (folder / DESCRIPTION).mkdir(exist_ok=True)
     write_description(run.store, folder / DESCRIPTION)
@@ -95,11 +95,10 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
     info["description"] = description = description or str(run.info.get("description", ""))
     evaluation = matching_evaluation(run)
     if evaluation is not None:
-        _write(folder / EVALUATION_NAME, _json(evaluation))
+        _write_json(folder / EVALUATION_NAME, evaluation)
         names.append(EVALUATION_NAME)
-    _write(
-        folder / CARD_NAME, _card(run, sum(weights.tensors[name].numel for name in tensors), evaluation, description)
-    )
+    card = _card(run, sum(weights.tensors[name].numel for name in tensors), evaluation, description)
+    (folder / CARD_NAME).write_text(card, encoding="utf-8")
     inside = [path for name in ("tokenizer", DESCRIPTION) for path in (folder / name).rglob("*") if path.is_file()]
     paths = sorted([*(folder / name for name in names), *inside])
     for path in paths:
@@ -147,9 +146,5 @@ def _card(run: LoadedRun, parameters: int, evaluation: dict[str, Any] | None, de
     )
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _write(path: Path, content: str) -> None:
-    path.write_text(content, encoding="utf-8")
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")

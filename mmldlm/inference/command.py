@@ -1,53 +1,164 @@
-"""Sample from a run: `mmldlm sample RUN --mode l2t --text "..."`."""
+"""`mmldlm sample RUN`: texts from latents, latents from texts, or both from noise."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
+from dataclasses import asdict
+from functools import partial
 from itertools import chain
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
+from mmldlm.data.prepare.documents import Document
+from mmldlm.diffusion.noise import MODES
 from mmldlm.diffusion.sampling import Generation, SamplingConfig
+from mmldlm.errors import UsageError
 from mmldlm.evaluation import cosine
-from mmldlm.inference.batch_sample import sample_file
+from mmldlm.inference import batch
 from mmldlm.inference.conditions import encode_texts, read_latents
-from mmldlm.inference.edit import SpanEdit, edit, mask_span
-from mmldlm.inference.generate import sample
-from mmldlm.inference.interpolate import interpolate
+from mmldlm.inference.edit import SpanEdit, mask_span
+from mmldlm.inference.generate import StepCallback, check_guidance, interpolate, sample
 from mmldlm.inference.live_view import LiveView
-from mmldlm.inference.options import DEFAULT_POINTS, build_parser, check_options, sampling_config
-from mmldlm.run.load import LoadedRun, load_run
+from mmldlm.run.load import LoadedRun, add_run_options, add_settings, load_run
+from mmldlm.settings.declaration import dump
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
+MAX_POINTS, DEFAULT_POINTS = 1000, 7
 MAX_ROUNDS = 4  # of draws, for distinct candidates
 _SEED_STRIDE = 2**32  # between the seeds of two rounds: no seed that is usually given
+
+# Options, and one that each needs; or some that it excludes, and why.
+_NEEDS = {"texts": "out", "points": "interpolate", "like": "edit", "span_length": "edit"}
+_EXCLUDES = {
+    "interpolate": (("edit", "text", "latents", "count"), ", which generates one text per point"),
+    "edit": (("text", "length"), ", which has its own text and uses --span-length"),
+    "like": (("latents",), ", whose latent is used"),
+}
+_EXCLUDED_BY_FILES = ("text", "interpolate", "edit", "watch")
+
+
+class _ReplacedBySetting(argparse.Action):
+    """An option of before that is a setting of `sampling` now."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        in_t2l = f", in t2l sampling.t2l_steps={values}" if self.dest == "steps" else ""
+        raise UsageError(f"{option_string}: gone, use sampling.{self.dest}={values}{in_t2l}")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the argument parser of `mmldlm sample`."""
+    parser = argparse.ArgumentParser(
+        prog="mmldlm sample", description="Generate texts from latents, latents from texts, or both from noise."
+    )
+    parser.add_argument("--mode", choices=MODES, default="l2t", help="default: %(default)s")
+    parser.add_argument(
+        "--text", action="append", help="l2t: generate from this text's latent; t2l: generate its latent; repeatable"
+    )
+    parser.add_argument("--latents", type=Path, help="l2t: .npy of latents [n, C] or [n, M, C] on the encoder's scale")
+    parser.add_argument(
+        "--texts",
+        type=Path,
+        metavar="FILE",
+        help="as --text, for each line of a file, or `text` of a .jsonl; see --out",
+    )
+    parser.add_argument("-n", "--count", type=int, default=1, help="generations per condition; default: %(default)s")
+    parser.add_argument("--length", type=int, help="tokens to generate; default: by the length head")
+    parser.add_argument(
+        "--out", type=Path, help=".npy: write the generated latents to it; .jsonl: a result of each text or latent"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--watch", action="store_true", help="show the texts step by step as they are generated")
+    add_run_options(parser)
+    add_settings(parser)
+    batch.add_batch_options(parser.add_argument_group("--out OUT.jsonl: many, resumable, also under a launcher"))
+    group = parser.add_argument_group("interpolation and editing (l2t)")
+    group.add_argument(
+        "--interpolate", nargs=2, metavar=("A", "B"), help="generate texts between the latents of two texts"
+    )
+    group.add_argument("--points", type=int, help=f"texts from A to B, both included; default: {DEFAULT_POINTS}")
+    group.add_argument("--edit", metavar="TEXT", help="regenerate the [span] of this text; \\[ and \\] are brackets")
+    group.add_argument("--span-length", type=int, help="tokens to generate for the span; default: as many as it has")
+    group.add_argument("--like", metavar="TEXT", help="--edit: use the latent of this text; default: of the edited one")
+    for name in dump(SamplingConfig()):
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, action=_ReplacedBySetting, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return parser
+
+
+def check_options(options: argparse.Namespace, given: set[str]) -> None:
+    """Raise `UsageError` if options contradict each other, whatever the run is.
+
+    `given` are the names of those that do not have their default.
+    """
+    mode, out, to_file = options.mode, options.out, bool(options.out and options.out.suffix == ".jsonl")
+    suffixes = (".jsonl",) if options.texts else (".npy", ".jsonl")
+    if out and (out.suffix not in suffixes or not out.absolute().parent.is_dir()):
+        raise UsageError(f"--out: expected a {' or '.join(suffixes)} file in an existing folder, found {out}")
+    for name, minimum, maximum in (
+        ("count", 1, None),
+        ("length", 1, None),
+        ("points", 2, MAX_POINTS),
+        ("span_length", 1, None),
+    ):
+        value = getattr(options, name)
+        if value is not None and not minimum <= value <= (maximum or value):
+            expected = f"{minimum} to {maximum}" if maximum else f"at least {minimum}"
+            raise UsageError(f"{_option(name)}: expected {expected}, found {value}")
+    for name, needed in _NEEDS.items():
+        if name in given and needed not in given:
+            raise UsageError(f"{_option(name)}: needs {_option(needed)}, which was not given")
+    excludes = _EXCLUDES | ({"out": (_EXCLUDED_BY_FILES, f" {out}")} if to_file else {})
+    for name, (excluded, why) in excludes.items():
+        for other in excluded:
+            if {name, other} <= given:
+                raise UsageError(f"{_option(other)}: cannot be combined with {_option(name)}{why}")
+    if operation := given & {"interpolate", "edit"}:
+        if mode != "l2t":
+            raise UsageError(f"--{operation.pop()}: generates from latents, expected --mode l2t, found {mode}")
+    else:
+        text = "texts" if to_file else "text"
+        accepted: dict[str, list[set[str]]] = {"l2t": [{text}, {"latents"}], "t2l": [{text}], "joint": [set()]}
+        if given & {"text", "texts", "latents"} not in accepted[mode]:
+            needs = {"l2t": f"--{text} or --latents", "t2l": f"--{text}", "joint": f"neither --{text} nor --latents"}
+            raise UsageError(f"--mode {mode}{f' --out {out}' * to_file} needs {needs[mode]}")
+    if options.watch and mode == "t2l":
+        raise UsageError("--watch: shows texts as they are generated, expected --mode l2t or joint, found t2l")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def check_length(options: argparse.Namespace, run: LoadedRun) -> None:
+    """Raise `UsageError` if the requested length is that of no text of the run."""
+    if options.length and options.length > run.store.manifest.max_length:
+        raise UsageError(f"--length: expected 1 to {run.store.manifest.max_length}, found {options.length}")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm sample`; returns the exit code."""
-    options = build_parser().parse_args(argv)
-    check_options(options)
+    parser = build_parser()
+    options = parser.parse_intermixed_args(argv)
+    check_options(options, {name for name, value in vars(options).items() if value != parser.get_default(name)})
     if options.out and options.out.suffix == ".jsonl":
         return sample_file(options)
-    span_edit = None if options.edit is None else SpanEdit.parse(options.edit)
+    span = None if options.edit is None else SpanEdit.parse(options.edit)
     with Progress(enabled=not options.watch) as progress:
         progress.phase("loading the run", announce=False)
         choose_threads()
-        run = load_run(options.run, options.checkpoint, options.data, options.weights)
-        config = sampling_config(options, run)
+        run = load_run(options.run, options.checkpoint, options.data, options.weights, options.settings)
+        check_length(options, run)
         progress.phase("generating", announce=False)
-        view = LiveView(run.tokenizer) if options.watch else None
-        try:
-            generation, lines = _generate(options, run, config, span_edit, view)
-        finally:
-            if view is not None:
-                view.close()
-    if run.has_ema:
-        print(printable(f"{run}:"))
-    for line in lines:
+        with closing(LiveView(run.tokenizer)) if options.watch else nullcontext() as view:
+            generation, lines = generated_lines(options, run, span, view)
+    for line in [f"{run}:", *lines] if run.has_ema else lines:
         print(printable(line))
     if options.out:
         np.save(options.out, generation.latents.numpy(), allow_pickle=False)
@@ -55,29 +166,18 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _generate(
-    options: argparse.Namespace,
-    run: LoadedRun,
-    config: SamplingConfig,
-    span_edit: SpanEdit | None,
-    view: LiveView | None,
+def generated_lines(
+    options: argparse.Namespace, run: LoadedRun, span: SpanEdit | None = None, view: StepCallback | None = None
 ) -> tuple[Generation, list[str]]:
     """Return the generation that the options request, and lines that show it."""
-    count, seed = options.count, options.seed
+    config, count, seed = run.config.sampling, options.count, options.seed
     if options.interpolate:
-        ends = encode_texts(run, options.interpolate)
-        points = DEFAULT_POINTS if options.points is None else options.points
-        generation, texts = interpolate(run, config, seed, ends, points, options.length, view)
-        fractions = np.linspace(0, 1, points)
-        lines = [f"  {fraction:.2f}  {text}" for fraction, text in zip(fractions, texts, strict=True)]
-        return generation, [f"from: {options.interpolate[0]}", *lines, f"to: {options.interpolate[1]}"]
-    if span_edit is not None:
-        template = mask_span(run, span_edit, options.span_length)
-        like = span_edit.text if options.like is None else options.like
-        raw = read_latents(run, options.latents) if options.latents else encode_texts(run, [like])
-        generation, texts = edit(run, config, seed, template, raw, count, view)
-        versions = _distinct(texts, count, lambda other: edit(run, config, seed + other, template, raw, count)[1])
-        return generation, [f"edit: {options.edit}", *chain.from_iterable(versions)]
+        start, end = options.interpolate
+        points = options.points or DEFAULT_POINTS
+        latents = encode_texts(run, [start, end])
+        generation, texts = interpolate(run, config, seed, latents, points, options.length, view)
+        lines = [f"  {share:.2f}  {text}" for share, text in zip(np.linspace(0, 1, points), texts, strict=True)]
+        return generation, [f"from: {start}", *lines, f"to: {end}"]
     if options.mode == "t2l":
         generation, _ = sample(run, "t2l", config, seed, texts=options.text, count=count)
         truth = np.repeat(encode_texts(run, options.text), count, axis=0)
@@ -86,11 +186,15 @@ def _generate(
         return generation, [f"cosine {value:.3f} to the encoder's own latent of: {text}" for text, value in pairs]
     if options.mode == "joint":
         return sample(run, "joint", config, seed, count=count, length=options.length, callback=view)
-    raw = read_latents(run, options.latents) if options.latents else encode_texts(run, options.text)
-    generation, texts = sample(run, "l2t", config, seed, raw, None, count, options.length, view)
-    candidates = _distinct(
-        texts, count, lambda other: sample(run, "l2t", config, seed + other, raw, None, count, options.length)[1]
-    )
+    template = None if span is None else mask_span(run, span, options.span_length)
+    given = options.text if span is None else [span.text if options.like is None else options.like]
+    raw = read_latents(run, options.latents) if options.latents else encode_texts(run, given)
+
+    draw = partial(sample, run, "l2t", config, raw_latents=raw, count=count, length=options.length, template=template)
+    generation, texts = draw(seed, callback=view)
+    candidates = _distinct(texts, count, lambda other: draw(seed + other)[1])
+    if span is not None:
+        return generation, [f"edit: {options.edit}", *chain.from_iterable(candidates)]
     sources = [[f"from: {text}"] for text in options.text or ()] or [[]] * len(candidates)
     return generation, [line for pair in zip(sources, candidates, strict=True) for line in chain(*pair)]
 
@@ -108,5 +212,47 @@ def _distinct(texts: Sequence[str], count: int, draw: Callable[[int], Sequence[s
     lines = [[f"  {text}" for text in of_condition] for of_condition in found]
     for part in lines:
         if len(part) < count:
-            part.append(f"  (only {len(part)} distinct in {number * count} draws; a higher --temperature gives more)")
+            more = "a higher sampling.temperature gives more"
+            part.append(f"  (only {len(part)} distinct in {number * count} draws; {more})")
     return lines
+
+
+def sample_file(options: argparse.Namespace) -> int:
+    """Generate `--count` samples for each text or latent of a file, or `--count` joint ones; returns the exit code."""
+    mode, count = options.mode, options.count
+    with batch.batch_processes(options) as (run, processes, progress):
+        config, latent = run.config.sampling, run.store.manifest.latent
+        check_length(options, run)
+        check_guidance(run, mode, config)
+        items: Sequence[batch.Item]
+        latents = None
+        if mode == "joint":
+            items, count = [Document("", "noise", number) for number in range(1, count + 1)], 1
+        elif options.latents:
+            items, latents = batch.read_rows(options.latents, run)
+        else:
+            items = batch.read_items(options.texts, run if mode == "t2l" else None)
+            latents = batch.encode_with(run) if mode == "l2t" else None
+        rows = batch.NO_ROWS if mode == "l2t" else (count, latent.tokens, latent.channels)
+
+        def compute(indices: list[int], texts: list[str], latents: np.ndarray | None) -> batch.Results:
+            slots = (torch.tensor(indices)[:, None] * count + torch.arange(count)).flatten()
+            total = len(indices) if mode == "joint" else count
+            made, generated = sample(
+                run, mode, config, options.seed, latents, texts, total, options.length, slots=slots
+            )
+            parts = [slice(start, start + count) for start in range(0, len(slots), count)]
+            records = [{"texts": generated[part], "tokens": list(made.lengths[part])} for part in parts]
+            return records, None if mode == "l2t" else made.latents.numpy().reshape(-1, *rows)
+
+        request = {
+            "command": f"sample, {mode}",
+            **batch.describe(run, options, options.texts, options.latents),
+            "sampling": asdict(config),
+            **{name: getattr(options, name) for name in ("count", "length", "seed", "batch")},
+        }
+        job = batch.Job(options.out, request, items, options.batch, options.on_problem == "skip", latents, rows)
+        batch.run_batches(job, compute, processes, progress)
+        if processes.is_main:
+            job.finish()
+    return 0

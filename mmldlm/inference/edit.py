@@ -1,18 +1,10 @@
-"""`--edit "text with [a span] to rewrite"`: infill a part of a text, given the rest and a latent.
-
-Shape letters: n latents, M latent tokens of a sample, C latent channels.
-"""
+"""`--edit "text with [a span] to rewrite"`: the text to infill, see `template` of `generate.sample`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import torch
-
-from mmldlm.diffusion.sampling import Generation, SamplingConfig
 from mmldlm.errors import DataError, UsageError
-from mmldlm.inference.generate import StepCallback, check_guidance, generate_and_decode
 from mmldlm.run.load import LoadedRun
 
 _ESCAPED = "[]\\"
@@ -52,16 +44,10 @@ class SpanEdit:
 
 
 def mask_span(run: LoadedRun, span_edit: SpanEdit, span_length: int | None) -> list[int]:
-    """Tokenize the text and replace all tokens that the span touches by [MASK].
+    """Tokenize the text and replace the tokens that the span touches by `span_length` times [MASK], or by as many.
 
-    Whole tokens are replaced: with a tokenizer that joins a space to the following word, that space is included.
-
-    Args:
-        span_length: Number of [MASK] tokens; None: as many as are replaced.
-
-    Raises:
-        UsageError: The span is empty and `span_length` is not given.
-        DataError: The result is longer than any text of the run.
+    Whole tokens are replaced: with a tokenizer that joins a space to the following word, that space is included. An
+    empty span without a length is a `UsageError`, a result that is longer than any text of the run a `DataError`.
     """
     text, start, stop = span_edit.text, span_edit.start, span_edit.stop
     ids, offsets = run.tokenizer.encode_with_offsets(text)
@@ -80,30 +66,3 @@ def mask_span(run: LoadedRun, span_edit: SpanEdit, span_length: int | None) -> l
     if len(template) > max_length:
         raise DataError(f"--edit: expected at most {max_length} tokens with the span, found {len(template)}")
     return template
-
-
-def edit(
-    run: LoadedRun,
-    config: SamplingConfig,
-    seed: int,
-    template_ids: list[int],
-    raw_latents: np.ndarray,
-    count: int = 1,
-    callback: StepCallback | None = None,
-) -> tuple[Generation, list[str]]:
-    """Infill a template, given latents.
-
-    Args:
-        template_ids: Tokens, of which only [MASK] is replaced.
-        raw_latents: [n, M, C] on the encoder's scale.
-        count: Versions per latent.
-        callback: Called after each step.
-
-    Returns:
-        The generation of n x `count` samples, its latents on the encoder's scale, and its texts.
-    """
-    check_guidance(run, "l2t", config)
-    latents = torch.from_numpy(run.store.standardize(raw_latents)).repeat_interleave(count, 0)
-    lengths, template = (len(template_ids),) * len(latents), torch.tensor(template_ids * len(latents))
-    generator = torch.Generator().manual_seed(seed)
-    return generate_and_decode(run, "l2t", config, generator, latents, lengths, template=template, callback=callback)

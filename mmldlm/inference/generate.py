@@ -1,6 +1,6 @@
 """Generation with a trained run: conditions in, texts and latents out, on the encoder's own scale.
 
-Shape letters: n conditions, B samples, M latent tokens of a sample, C latent channels.
+Shape letters: n conditions, B samples, P points between two latents, M latent tokens of a sample, C latent channels.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from mmldlm.run.load import LoadedRun
 # Called with the noise time, from 1 to 0, and the current tokens of each sample.
 StepCallback = Callable[[float, list[list[int]]], None]
 
+MIN_SINE = 1e-4  # of the angle between two directions: below it, arc and chord cannot be distinguished
+
 
 def sample(
     run: LoadedRun,
@@ -32,20 +34,18 @@ def sample(
     length: int | Sequence[int] | None = None,
     callback: StepCallback | None = None,
     slots: Tensor | None = None,
+    template: Sequence[int] | None = None,
 ) -> tuple[Generation, list[str]]:
-    """Generate `count` samples per condition.
+    """Generate `count` samples for each condition: `raw_latents` [n, M, C] in l2t, `texts` in t2l, none in joint.
+
+    Latents are on the encoder's scale, given and returned.
 
     Args:
-        raw_latents: The conditions in l2t, [n, M, C] on the encoder's scale.
-        texts: The conditions in t2l.
-        count: Samples per condition; in joint, which has none, the number of samples.
         length: Tokens of each text, or of the texts of each condition; by default from the length head: its median in
             l2t, a draw in joint.
         callback: Called after each step that generates text.
         slots: int64 [B], keys of the samples' own random streams; by default all are drawn from one.
-
-    Returns:
-        The generation, its latents on the encoder's scale, and its texts.
+        template: In l2t, the tokens of a text of which only [MASK] is generated.
 
     Raises:
         UsageError: Guidance is not available for the mode or the run, or `length` has another number of conditions.
@@ -68,6 +68,8 @@ def sample(
     else:
         # Noise for the length head at t_latent = 1; `generate` draws its own.
         latents = draw_normal(generator, (count, *shape))
+    if template is not None:
+        length = len(template)
     if length:
         of_condition = [length] if isinstance(length, int) else list(length)
         repeats = len(latents) // len(of_condition)
@@ -76,7 +78,62 @@ def sample(
         lengths = tuple(tokens for tokens in of_condition for _ in range(repeats))
     else:
         lengths = draw_text_lengths(run, latents, generator, t_latent=0.0 if mode == "l2t" else 1.0)
-    return generate_and_decode(run, mode, config, generator, latents, lengths, callback=callback)
+    flat = None if template is None else torch.tensor([*template] * len(latents))
+    return generate_and_decode(run, mode, config, generator, latents, lengths, template=flat, callback=callback)
+
+
+def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
+    """Interpolate from `a` to `b` [M, C], both included, in equal steps of the angle; float32 [P, M, C].
+
+    The direction of each latent token follows the great circle (Shoemake, SIGGRAPH 1985; for generative models: White,
+    arXiv 1609.04468), its norm is interpolated linearly. Standardized latents are near the sphere of norm sqrt(C)
+    around the mean latent: a straight line would pass through the inside, near the mean of all texts, which is the
+    latent of none. The interpolation is linear where no unique great circle exists: if the directions are equal or
+    opposite, or a latent is zero.
+    """
+    # Shapes: weight [P, 1, 1], directions u and v [M, C], norms and angle [M, 1].
+    weight = np.linspace(0, 1, points)[:, None, None]
+    norms = [np.linalg.norm(x.astype(np.float64), axis=-1, keepdims=True) for x in (a, b)]
+    u, v = (x / np.maximum(norm, 1e-12) for x, norm in zip((a, b), norms, strict=True))
+    angle = np.arccos(np.clip((u * v).sum(-1, keepdims=True), -1, 1))
+    sine = np.sin(angle)
+    has_arc = (sine > MIN_SINE) & (norms[0] > 0) & (norms[1] > 0)
+    # Rows without an arc are divided by 1 here and take the straight line below.
+    direction = (np.sin((1 - weight) * angle) * u + np.sin(weight * angle) * v) / np.where(has_arc, sine, 1)
+    norm = (1 - weight) * norms[0] + weight * norms[1]
+    return np.where(has_arc, norm * direction, (1 - weight) * a + weight * b).astype(np.float32)
+
+
+def interpolate(
+    run: LoadedRun,
+    config: SamplingConfig,
+    seed: int,
+    raw_latents: np.ndarray,
+    points: int,
+    length: int | None = None,
+    callback: StepCallback | None = None,
+) -> tuple[Generation, list[str]]:
+    """Generate a text for each of `points` latents from one of `raw_latents` [2, M, C] to the other, both included.
+
+    All texts have the same length, by default the median of the length head for the latent in the middle, and use the
+    same random numbers: neighbors differ by their latents alone.
+    """
+    check_guidance(run, "l2t", config)
+    a, b = run.store.standardize(raw_latents)
+    if not length:
+        middle = torch.from_numpy(slerp(a, b, 3)[1:2])
+        (length,) = draw_text_lengths(run, middle, torch.Generator().manual_seed(seed))
+    results = []
+    for latent in torch.from_numpy(slerp(a, b, points)).split(1):
+        # One by one: within a batch the samples get different random numbers.
+        generator = torch.Generator().manual_seed(seed)
+        results.append(generate_and_decode(run, "l2t", config, generator, latent, (length,), callback=callback))
+    generation = Generation(
+        torch.cat([part.tokens for part, _ in results]),
+        (length,) * points,
+        torch.cat([part.latents for part, _ in results]),
+    )
+    return generation, [text for _, texts in results for text in texts]
 
 
 def generate_and_decode(
@@ -136,5 +193,5 @@ def check_guidance(run: LoadedRun, mode: Mode, config: SamplingConfig) -> None:
     """Raise `UsageError` if `config` requests guidance that the mode or the run does not support."""
     if config.guidance != 1 and (mode == "joint" or "joint" not in run.config.trained_modes):
         raise UsageError(
-            f"--guidance: mode {mode}, trained {run.config.mode}: expected l2t or t2l, and {GUIDANCE_NEEDS}"
+            f"sampling.guidance: mode {mode}, trained {run.config.mode}: expected l2t or t2l, and {GUIDANCE_NEEDS}"
         )

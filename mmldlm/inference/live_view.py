@@ -2,47 +2,45 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
-import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TextIO
 
 from mmldlm.data.tokenizer import MASK, Tokenizer
 from mmldlm.utils.printable import printable
 
 PAUSE_S = 0.06  # minimum time per step in a terminal: a small model is too fast to read along
-_UP_AND_CLEAR = "\x1b[{}F\x1b[J"  # move to the start of the line {} lines up, and clear everything below
 
 
 class LiveView:
     """A `StepCallback` that draws on `stream`. `close` clears the drawing in a terminal; lines elsewhere stay."""
 
     def __init__(self, tokenizer: Tokenizer, stream: TextIO | None = None, pause_s: float = PAUSE_S):
+        from rich.console import Console  # here, as sampling from a bundle does without
+        from rich.live import Live
+
         self._tokenizer, self._stream, self._pause_s = tokenizer, stream or sys.stdout, pause_s
-        self._in_place = self._stream.isatty() and os.environ.get("TERM") != "dumb"
+        console = Console(file=self._stream)
+        self._live = None
+        if console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+            self._live.start()
         self._block = "░" if _can_write("░", self._stream) else "_"
-        self._drawn_lines = 0
 
     def __call__(self, t: float, samples: Sequence[Sequence[int]]) -> None:
+        from rich.console import Group
+        from rich.padding import Padding
+        from rich.text import Text
+
         texts = [self.text(ids) for ids in samples]
-        if not self._in_place:
+        if self._live is None:
             for index, text in enumerate(texts):
                 number = f"[{index + 1}] " if len(texts) > 1 else ""
                 print(f"t {t:.3f}  {number}{text}", file=self._stream, flush=True)
             return
-        columns, rows = self._terminal_size()
-        lines = [f"t {t:.3f}"]
-        for text in texts:
-            # Two columns are the indent; after the last one many terminals wrap.
-            lines += _wrap(text, columns - 3)
-        if len(lines) > rows - 1:  # lines that scrolled off the top cannot be redrawn
-            lines = [*lines[: rows - 2], "..."]
-        self.close()
-        self._stream.write("".join(f"{line}\n" for line in lines))
-        self._stream.flush()
-        self._drawn_lines = len(lines)
+        indented = (Padding(Text(text, overflow="fold"), (0, 0, 0, 2)) for text in texts)
+        self._live.update(Group(Text(f"t {t:.3f}"), *indented), refresh=True)
         time.sleep(self._pause_s)
 
     def text(self, ids: Sequence[int]) -> str:
@@ -54,37 +52,9 @@ class LiveView:
 
     def close(self) -> None:
         """Clear the last drawing from a terminal."""
-        if self._drawn_lines:
-            self._stream.write(_UP_AND_CLEAR.format(self._drawn_lines))
-            self._stream.flush()
-            self._drawn_lines = 0
-
-    def _terminal_size(self) -> tuple[int, int]:
-        """Return columns and rows of the terminal."""
-        try:
-            columns, rows = os.get_terminal_size(self._stream.fileno())
-        except OSError:
-            columns, rows = 0, 0
-        return columns or 80, rows or 24
-
-
-def _wrap(text: str, columns: int) -> Iterator[str]:
-    """Yield lines of at most `columns` columns, indented by two more."""
-    line, used = "", 0
-    for letter in text:
-        width = _columns(letter)
-        if line and used + width > max(columns, 1):
-            yield f"  {line}"
-            line, used = "", 0
-        line, used = line + letter, used + width
-    yield f"  {line}"
-
-
-def _columns(letter: str) -> int:
-    """Return the number of terminal columns of a character."""
-    if unicodedata.combining(letter):
-        return 0
-    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+        if self._live is not None:
+            self._live.update("")  # `stop` draws the last frame in full, even where the screen has no room for it
+            self._live.stop()
 
 
 def _can_write(text: str, stream: TextIO) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +18,8 @@ from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.data.encoders import LatentEncoder
-from mmldlm.diffusion.likelihood import BOUND_SAMPLER, bound_terms
-from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
+from mmldlm.diffusion.likelihood import bound_terms
+from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import DataError, UsageError
 from mmldlm.inference.conditions import check_latents, encode_or_raise, load_run_encoder
@@ -258,7 +258,6 @@ def check_scored_mode(run: LoadedRun, given_latents: bool) -> None:
         )
 
 
-@torch.no_grad()
 def draw_bounds(
     run: LoadedRun,
     tokens: Sequence[Sequence[int]],
@@ -279,10 +278,6 @@ def draw_bounds(
     conditions = np.zeros((len(tokens), latent.tokens, latent.channels), np.float32) if latents is None else latents
     flat = torch.tensor([token for text in tokens for token in text])
     batch = Batch(flat, torch.from_numpy(conditions), tuple(map(len, tokens)), slots, slots)
-    terms = []
-    for draw in draws:
-        noise = draw_noise(batch, seed, draw, num_slots, mode_weights("l2t"), BOUND_SAMPLER)
-        noise = replace(noise, t_latent=torch.full_like(noise.t_latent, 1.0 if latents is None else 0.0))
-        mask_id = run.store.manifest.mask_id
-        terms.append(bound_terms(run.model, mask_id, run.objective.latent, batch, noise, run.device)[3].numpy())
-    return np.stack(terms)
+    mask_id, t_latent = run.store.manifest.mask_id, 1.0 if latents is None else 0.0
+    fixed = run.model, mask_id, run.objective.latent, batch, t_latent, seed
+    return np.stack([bound_terms(*fixed, draw, num_slots, run.device)[3].numpy() for draw in draws])

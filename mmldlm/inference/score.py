@@ -14,6 +14,7 @@ from mmldlm.errors import DataError
 from mmldlm.evaluation import BITS
 from mmldlm.inference.batch import (
     Job,
+    Results,
     add_batch_options,
     batch_processes,
     describe,
@@ -23,7 +24,7 @@ from mmldlm.inference.batch import (
     run_batches,
 )
 from mmldlm.inference.model import check_scored_mode, draw_bounds
-from mmldlm.run.load import add_run_options
+from mmldlm.run.load import add_run_options, add_settings
 from mmldlm.utils.intervals import Ratio, mean_of_draws, ratio_of_sums
 
 OWN = "own"
@@ -33,6 +34,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("mmldlm score", description="Bound the negative log-likelihood of each text.")
     add_run_options(parser)
     parser.add_argument("texts", type=Path, metavar="FILE", help="a text a line, or .jsonl with `text`")
+    add_settings(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="OUT.jsonl", help="a line for each text")
     parser.add_argument(
         "--latents", metavar="own|FILE.npy", help="given the texts' own latents by the encoder, or these; default: none"
@@ -40,7 +42,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--draws", type=int, default=16, help="noise times per text; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     add_batch_options(parser)
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     if options.draws < 1:
         parser.error(f"--draws: expected at least 1, found {options.draws}")
     return options
@@ -61,9 +63,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise DataError(f"{latent_file}: {len(rows)} latents, expected one for each of {len(items)} texts")
             items = [row if isinstance(row, Problem) else item for item, row in zip(items, rows, strict=True)]
 
-        def compute(
-            indices: list[int], texts: list[str], latents: np.ndarray | None
-        ) -> tuple[list[dict[str, Any]], np.ndarray | None]:
+        def compute(indices: list[int], texts: list[str], latents: np.ndarray | None) -> Results:
             tokens = run.tokenizer.encode_batch(texts)
             # Items of a batch share the grids of noise times; each batch has draws of its own.
             slots, first = torch.tensor(indices) % size, indices[0] // size * draws
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
         request = {
             "command": "score",
-            **describe(run, options.texts, latent_file),
+            **describe(run, options, options.texts, latent_file),
             "latents": options.latents and ("given" if latent_file else OWN),
             **{name: getattr(options, name) for name in ("draws", "seed", "batch")},
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -54,25 +53,26 @@ class MemoryConfig:
 KEEP_ALL = MemoryConfig()
 
 
+class Recomputed:
+    """A method of a block whose activations, while the block trains, are computed again in backward, bit for bit."""
+
+    def __init__(self, block: nn.Module, method: str, uses_rng: bool):
+        self.block, self.function, self.uses_rng = block, getattr(block, method), uses_rng
+
+    def __call__(self, *args: Any) -> Any:
+        if not (self.block.training and torch.is_grad_enabled()):
+            return self.function(*args)
+        return checkpoint(self.function, *args, use_reentrant=False, preserve_rng_state=self.uses_rng)
+
+
 def checkpoint_blocks(blocks: nn.ModuleList, memory: MemoryConfig, uses_rng: bool) -> None:
-    """Wrap methods of the blocks so that their activations are recomputed in backward, bit for bit.
+    """Wrap methods of the blocks so that their activations are recomputed in backward.
 
     A wrapped `forward` is called within the hooks of the module: those of an engine do not run again in backward. With
     `uses_rng`, it draws random numbers, as dropout does, which the recomputation repeats.
     """
     for index, block in enumerate(blocks):
-        wrapped = WRAPPED_METHOD.get(memory.mode_for_block(index, len(blocks)))
-        if wrapped is not None:
+        method = WRAPPED_METHOD.get(memory.mode_for_block(index, len(blocks)))
+        if method is not None:
             # `attention` has no dropout, so only `forward` must restore the generator's state.
-            setattr(block, wrapped, _recomputed(block, getattr(block, wrapped), uses_rng and wrapped == "forward"))
-
-
-def _recomputed(block: nn.Module, function: Callable[..., Any], preserve_rng_state: bool) -> Callable[..., Any]:
-    """Return `function`, checkpointed while `block` trains."""
-
-    def call(*args: Any) -> Any:
-        if not (block.training and torch.is_grad_enabled()):
-            return function(*args)
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-
-    return call
+            setattr(block, method, Recomputed(block, method, uses_rng and method == "forward"))

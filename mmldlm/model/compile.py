@@ -8,7 +8,7 @@ and after it in each stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,12 +16,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mmldlm.model.attention import JOINT_BACKENDS
+from mmldlm.model.activation_checkpoint import Recomputed
+from mmldlm.model.attention import JOINT_BACKENDS, Backend
 from mmldlm.model.mmdit import MMDiT, MMDiTBlock
 from mmldlm.settings.declaration import require_effect, setting
-
-BLOCK_REGIONS = ("update",)  # methods of `MMDiTBlock`
-STREAM_REGIONS = ("project", "normalize", "residual")  # methods of `BlockStream`
 
 
 @dataclass(frozen=True)
@@ -78,14 +76,21 @@ def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device, i
         return f"none, though {config.scope} was requested: torch.compile does not run here ({reason})"
     for block in model.blocks:
         assert isinstance(block, MMDiTBlock)
-        if model.backend in JOINT_BACKENDS:
-            _compile(block, BLOCK_REGIONS, config.mode)
-        else:
-            _compile(block.text, STREAM_REGIONS, config.mode)
-            _compile(block.latent, STREAM_REGIONS, config.mode)
+        for module, method in regions(block, model.backend):
+            function = getattr(module, method)
+            if isinstance(function, Recomputed):  # which stays outside of what is compiled
+                function.function = Region(function.function, config.mode)
+            else:
+                setattr(module, method, Region(function, config.mode))
     return f"regional, mode {config.mode}"
 
 
-def _compile(module: nn.Module, methods: Iterable[str], mode: str) -> None:
-    for name in methods:
-        setattr(module, name, Region(getattr(module, name), mode))
+def regions(block: MMDiTBlock, backend: Backend) -> list[tuple[nn.Module, str]]:
+    """Return the modules of a block and their methods that are compiled."""
+    if backend in JOINT_BACKENDS:
+        return [(block, "forward")]
+    return [
+        region
+        for stream in (block.text, block.latent)
+        for region in ((stream, "project"), (stream.head_norm, "forward"), (stream, "residual"))
+    ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,10 @@ class Prediction(NamedTuple):
     is_best: Tensor | None = None  # bool [ceil(P / 32)]; only in training, see `TextHead.forward`
 
 
+# Embedded noise times [B, T], or the outputs of `modulate_at_once` for text and latent stream.
+Conditioning: TypeAlias = Tensor | tuple[Tensor, Tensor]
+
+
 class BlockStream(nn.Module):
     """One stream's part of a block: adaLN modulation, q, k and v, output projection and feed-forward."""
 
@@ -138,10 +142,6 @@ class BlockStream(nn.Module):
         """Return q, k and v [T, 3, H, K] of the modulated stream."""
         return self.qkv(x_TD, mod, rows).unflatten(-1, (3, self.heads, -1))
 
-    def normalize(self, qkv_T3HK: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Normalize q and k and, with `rotary`, rotate them by position; [T, 3, H, K]."""
-        return self.head_norm(qkv_T3HK, rotary)
-
     def residual(
         self, x_TD: Tensor, attn_THK: Tensor, attn_mod: ModulationOut, mlp_mod: ModulationOut, rows: SampleRows | None
     ) -> Tensor:
@@ -150,19 +150,15 @@ class BlockStream(nn.Module):
         return add_gated(x_TD, mlp_mod.gate, self.dropout(self.mlp(x_TD, mlp_mod, rows)), rows)
 
 
-class StreamRows(NamedTuple):
-    """Samples of the rows of both streams, and of the text rows that the last block and the text head compute."""
+class Rows(NamedTuple):
+    """Where the rows of both streams belong: the same for all blocks, but that the last keeps some tokens alone."""
 
     text: SampleRows
     latent: SampleRows | None  # None if a sample has one latent token: row i belongs to sample i
-    predicted: SampleRows
-
-    @classmethod
-    def of(cls, layout: PackedLayout, positions_P: Tensor) -> StreamRows:
-        """Return the rows of a micro-batch, whose tokens at `positions_P` are predicted."""
-        count, latents = layout.num_samples, layout.sample_of_latent
-        text = SampleRows.of(layout.sample_of_token, count)
-        return cls(text, None if latents is None else SampleRows.of(latents, count), text.select(positions_P, count))
+    rotary: tuple[Tensor, Tensor]  # cosine and sine [N, K/2] of the tokens' positions
+    attended: PackedLayout | JointRows  # see `rows_to_attend`
+    backend: Backend
+    kept: tuple[Tensor, SampleRows] | None = None  # positions int64 [P] of tokens, and their samples; None: all tokens
 
 
 class MMDiTBlock(nn.Module):
@@ -174,80 +170,37 @@ class MMDiTBlock(nn.Module):
         self.latent = BlockStream(config, config.resolved_latent_width)
 
     def forward(
-        self,
-        text_ND: Tensor,
-        latent_TE: Tensor,
-        conditioning: Tensor | tuple[Tensor, Tensor],
-        rotary: tuple[Tensor, Tensor],
-        rows: StreamRows,
-        attended: PackedLayout | JointRows,
-        backend: Backend,
-        positions_P: Tensor | None = None,
+        self, text_ND: Tensor, latent_TE: Tensor, conditioning: Conditioning, rows: Rows
     ) -> tuple[Tensor, Tensor]:
-        """Update both streams.
-
-        Args:
-            text_ND: Text stream [N, D].
-            latent_TE: Latent stream [B*M, E].
-            conditioning: Embedded noise times [B, T], or the outputs of `modulate_at_once` for both streams.
-            rotary: Cosine and sine [N, K/2] of the tokens' positions.
-            attended: The result of `rows_to_attend`.
-            positions_P: Tokens to return, for the last block. All tokens are attended to in any case, but what follows
-                the attention is computed for these alone.
-
-        Returns:
-            Text [N, D], or [P, D] with `positions_P`, and latents [B*M, E].
-        """
-        return self.update(text_ND, latent_TE, conditioning, rotary, rows, attended, backend, positions_P)
-
-    def update(
-        self,
-        text_ND: Tensor,
-        latent_TE: Tensor,
-        conditioning: Tensor | tuple[Tensor, Tensor],
-        rotary: tuple[Tensor, Tensor],
-        rows: StreamRows,
-        attended: PackedLayout | JointRows,
-        backend: Backend,
-        positions_P: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Compute `forward`, within the hooks of engines and activation checkpointing; compiled as a whole on GPUs."""
-        modulations = self.text.modulation, self.latent.modulation
-        (text_attn_mod, text_mlp_mod), (latent_attn_mod, latent_mlp_mod) = (
-            [modulation(conditioning) for modulation in modulations]
-            if isinstance(conditioning, Tensor)
-            else map(Modulation.split, modulations, conditioning)
-        )
+        """Update both streams: text [N, D], or [P, D] of the tokens to keep, and latents [B*M, E]."""
+        (text_attn_mod, text_mlp_mod), (latent_attn_mod, latent_mlp_mod) = self.modulations(conditioning)
         text_attn, latent_attn = self.attention(
             self.text.project(text_ND, text_attn_mod, rows.text),
             self.latent.project(latent_TE, latent_attn_mod, rows.latent),
-            rotary,
-            attended,
-            backend,
+            rows,
         )
         text_rows = rows.text
-        # Nothing attends to the last block's outputs, so only predicted tokens continue.
-        if positions_P is not None:
+        if rows.kept is not None:  # nothing attends to the last block's outputs: only predicted tokens continue
+            positions_P, text_rows = rows.kept
             text_ND, text_attn = text_ND.index_select(0, positions_P), text_attn.index_select(0, positions_P)
-            text_rows = rows.predicted
         text_ND = self.text.residual(text_ND, text_attn, text_attn_mod, text_mlp_mod, text_rows)
         latent_TE = self.latent.residual(latent_TE, latent_attn, latent_attn_mod, latent_mlp_mod, rows.latent)
         return text_ND, latent_TE
 
-    def attention(
-        self,
-        text_qkv: Tensor,
-        latent_qkv: Tensor,
-        rotary: tuple[Tensor, Tensor],
-        attended: PackedLayout | JointRows,
-        backend: Backend,
-    ) -> tuple[Tensor, Tensor]:
+    def modulations(self, conditioning: Conditioning) -> tuple[list[ModulationOut], list[ModulationOut]]:
+        """Return the modulations of attention and feed-forward, for text and latents."""
+        if isinstance(conditioning, Tensor):
+            return self.text.modulation(conditioning), self.latent.modulation(conditioning)
+        text, latent = conditioning
+        return self.text.modulation.split(text), self.latent.modulation.split(latent)
+
+    def attention(self, text_qkv: Tensor, latent_qkv: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the joint attention's outputs for text [N, H, K] and latents [B*M, H, K], with QK-norm.
 
         Text positions are rotary; latent tokens have learned positions (`MMDiT.latent_position`).
         """
-        text_qkv, latent_qkv = self.text.normalize(text_qkv, rotary), self.latent.normalize(latent_qkv, None)
-        latent_out, text_out = joint_attention(latent_qkv, text_qkv, attended, backend)
+        text_qkv, latent_qkv = self.text.head_norm(text_qkv, rows.rotary), self.latent.head_norm(latent_qkv, None)
+        latent_out, text_out = joint_attention(latent_qkv, text_qkv, rows.attended, rows.backend)
         return text_out, latent_out
 
 
@@ -263,7 +216,6 @@ class MMDiT(nn.Module):
         latent_skip: Add a learned multiple of the noised latents to the latent prediction, for epsilon and v.
     """
 
-    block_type: type[MMDiTBlock] = MMDiTBlock
     shards_blocks = False  # whether the weights of a block are whole in its own `forward` alone
 
     def __init__(
@@ -286,7 +238,7 @@ class MMDiT(nn.Module):
         self.latent_position = nn.Parameter(torch.empty(shape.latent_tokens, latent_width))
         self.text_time = TimeEmbedding(conditioning)
         self.latent_time = TimeEmbedding(conditioning)
-        self.blocks = nn.ModuleList(self.block_type(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(MMDiTBlock(config) for _ in range(config.depth))
         checkpoint_blocks(self.blocks, memory, uses_rng=config.dropout > 0)
         self.text_final = Modulation(conditioning, width, branches=1, rank=config.modulation_rank)
         self.latent_final = Modulation(conditioning, latent_width, branches=1, rank=config.modulation_rank)
@@ -368,21 +320,30 @@ class MMDiT(nn.Module):
             # Before the blocks and without t_text: generation draws a length before there is any text.
             length_logits = self.length_head(latent_BME, latent_time_BT)
             text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
-            rotary = rotary_angles(layout.position, self.config.head_width, self.config.rope_base)
-            rows = StreamRows.of(layout, positions)
-            attended = rows_to_attend(self.backend, layout, self.shape.max_length)
-            shared = rotary, rows, attended, self.backend
+            rows = self._rows(layout)
+            predicted = rows.text.select(positions, layout.num_samples)
             *blocks, last_block = zip(self.blocks, self._block_conditioning(conditioning_BT), strict=True)
             for block, conditioning in blocks:
-                text, latent = block(text, latent, conditioning, *shared)
-            text, latent = last_block[0](text, latent, last_block[1], *shared, positions)
+                text, latent = block(text, latent, conditioning, rows)
+            text, latent = last_block[0](text, latent, last_block[1], rows._replace(kept=(positions, predicted)))
 
-            text_pred, is_best = self._predict_text(text, conditioning_BT, rows.predicted, targets)
+            text_pred, is_best = self._predict_text(text, conditioning_BT, predicted, targets)
             latent_pred = self._predict_latents(latent, conditioning_BT, rows.latent, noised_latents)
             log_variances = None if self.loss_weights is None or not self.training else self.loss_weights()
             return Prediction(text_pred, latent_pred, length_logits, log_variances, is_best)
 
-    def _block_conditioning(self, conditioning_BT: Tensor) -> Sequence[Tensor | tuple[Tensor, Tensor]]:
+    def _rows(self, layout: PackedLayout) -> Rows:
+        """Return where the rows of a micro-batch belong."""
+        count, latents = layout.num_samples, layout.sample_of_latent
+        return Rows(
+            text=SampleRows.of(layout.sample_of_token, count),
+            latent=None if latents is None else SampleRows.of(latents, count),
+            rotary=rotary_angles(layout.position, self.config.head_width, self.config.rope_base),
+            attended=rows_to_attend(self.backend, layout, self.shape.max_length),
+            backend=self.backend,
+        )
+
+    def _block_conditioning(self, conditioning_BT: Tensor) -> Sequence[Conditioning]:
         """Return `conditioning` of each block. On a GPU one product for all blocks saves many small kernels."""
         if self.shards_blocks or runs_on_cpu(conditioning_BT):
             return [conditioning_BT for _ in self.blocks]

@@ -146,17 +146,10 @@ def _row_chunks(*tensors: Any) -> Iterable[tuple[Any, ...]]:
     if first.numel() <= size:
         return [tensors]
     rows = max(1, size * len(first) // first.numel())
-    return zip(*(_split_rows(tensor, rows) for tensor in tensors), strict=True)
-
-
-def _split_rows(values: Tensor | SampleRows, rows: int) -> Iterable[Any]:
-    return map(SampleRows, values.ids.split(rows)) if isinstance(values, SampleRows) else values.split(rows)
-
-
-def _layer_norm(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x with mean 0 and variance 1 along D, in float32, and its reciprocal standard deviation [T, 1]."""
-    normal, _, rstd = torch.native_layer_norm(x_TD.float(), x_TD.shape[-1:], None, None, EPSILON)
-    return normal, rstd
+    parts = (
+        map(SampleRows, each.ids.split(rows)) if isinstance(each, SampleRows) else each.split(rows) for each in tensors
+    )
+    return zip(*parts, strict=True)
 
 
 def _scale_and_shift(
@@ -192,7 +185,8 @@ class _ModulatedLinear(Function):
         weight_OD: Tensor,
         bias_O: Tensor | None,
     ) -> Tensor:
-        normal, rstd = _layer_norm(x_TD)
+        # The normalized rows in float32, and their reciprocal standard deviations [T, 1].
+        normal, _, rstd = torch.native_layer_norm(x_TD.float(), x_TD.shape[-1:], None, None, EPSILON)
         shift, scale = shift_scale_B2D.float().chunk(2, dim=-1)
         scale = scale + 1
         ctx.save_for_backward(normal, rstd, shift, scale, weight_OD)
@@ -222,25 +216,21 @@ def _modulation_backward(
     grad_TD: Tensor, normal_TD: Tensor, rstd_T1: Tensor, scale_BD: Tensor, rows: SampleRows | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of x, shift and scale from the gradient of the modulated layer norm."""
-    x_grad_TD = torch.empty_like(normal_TD)
+    x_grad_TD, width = torch.empty_like(normal_TD), normal_TD.shape[-1:]
     shift_grad = scale_grad = None
     for grad_chunk, normal, rstd, chunk_rows, out in _row_chunks(grad_TD, normal_TD, rstd_T1, rows, x_grad_TD):
         grad = grad_chunk.float()
         shift_grad = _add_to_samples(shift_grad, chunk_rows, grad, len(scale_BD))
         scale_grad = _add_to_samples(scale_grad, chunk_rows, grad * normal, len(scale_BD))
-        torch.mul(_unit_layer_norm_backward(grad * gather_rows(scale_BD, chunk_rows), normal), rstd, out=out)
+        # Layer norm's gradient at an input with mean 0 and rstd 1, which leave the normalized rows as they are, times
+        # rstd; the operator takes half the passes of a formula.
+        mean = normal.new_zeros(len(normal), 1)
+        unit_grad, *_ = torch.ops.aten.native_layer_norm_backward(
+            grad * gather_rows(scale_BD, chunk_rows), normal, width, mean, mean + 1, None, None, [True, False, False]
+        )
+        torch.mul(unit_grad, rstd, out=out)
     assert shift_grad is not None and scale_grad is not None
     return x_grad_TD, shift_grad, scale_grad
-
-
-def _unit_layer_norm_backward(grad_TD: Tensor, normal_TD: Tensor) -> Tensor:
-    """Return layer norm's gradient without its factor rstd: the gradient at an input with mean 0 and variance 1."""
-    # Mean 0 and rstd 1 leave the normalized input as it is; the operator takes half the passes of a formula.
-    mean, width = normal_TD.new_zeros(len(normal_TD), 1), normal_TD.shape[-1:]
-    input_grad: Tensor = torch.ops.aten.native_layer_norm_backward(
-        grad_TD, normal_TD, width, mean, mean + 1, None, None, [True, False, False]
-    )[0]
-    return input_grad
 
 
 def _weight_grad(grad_TO: Tensor, input_TI: Tensor, weight_OI: Tensor) -> Tensor:

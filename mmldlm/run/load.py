@@ -6,10 +6,13 @@ and with a description of the data in `DESCRIPTION`, as a run folder has one.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,6 +41,7 @@ if TYPE_CHECKING:
     from mmldlm.distributed.collectives import Collectives
 
 BUNDLE_CONFIG = "config.json"
+REPLACEABLE = re.compile(r"(sampling\.\w+|attention\.backend|precision)=.*", re.DOTALL)  # without training again
 DESCRIPTION = "data"  # folder with the data store's manifest and encoder, without samples
 
 
@@ -73,6 +77,13 @@ def add_run_options(parser: ArgumentParser) -> None:
     )
 
 
+def add_settings(parser: ArgumentParser) -> None:
+    """Add the settings that replace the run's own; `parse_intermixed_args` takes them at any place."""
+    parser.add_argument(
+        "settings", nargs="*", metavar="KEY=VALUE", help="settings that replace the run's own, such as sampling.steps=8"
+    )
+
+
 def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the config of a run's latest start, or of a bundle; raise `DataError` if the folder is neither."""
     path, bundled = Path(run_dir) / CONFIG_NAME, Path(run_dir) / BUNDLE_CONFIG
@@ -100,11 +111,28 @@ def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
         raise DataError(f"{path}: {truncate(str(error), 400)}; expected the config of `mmldlm export`") from None
     if not overrides:
         return config
-    from mmldlm.settings.fields import build, set_dotted  # needs YAML, without which a bundle can be loaded
-
+    try:
+        from mmldlm.settings.fields import build, set_dotted
+    except ImportError:  # without YAML and pydantic, which a bundle does not need
+        return restore(RunConfig, _with_json(tree, overrides))
     for assignment in overrides:
         set_dotted(tree, assignment)
     return build(RunConfig, tree)
+
+
+def _with_json(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the tree of a config with values as in JSON; a value of another kind than before is a `ConfigError`."""
+    for assignment in overrides:
+        key, _, text = assignment.partition("=")
+        *groups, name = key.split(".")
+        group = functools.reduce(lambda node, part: node[part], groups, tree)
+        value: Any = text
+        with suppress(ValueError):
+            value = json.loads(text)
+        if isinstance(group.get(name), (bool, int, float)) and not isinstance(value, (int, float)):
+            raise ConfigError(f"{key}: expected a number, found {short_repr(text)}")
+        group[name] = value
+    return tree
 
 
 def newest_checkpoint(run_dir: Path | str, config: RunConfig) -> Checkpoint:
@@ -147,7 +175,7 @@ def load_run(
     checkpoint: Path | str | None = None,
     data: str | None = None,
     weights: Weights | None = None,
-    sampling: Sequence[str] = (),
+    settings: Sequence[str] = (),
     device: torch.device | str | None = None,
 ) -> LoadedRun:
     """Load a trained run for generation and evaluation.
@@ -157,19 +185,21 @@ def load_run(
         checkpoint: Checkpoint folder; by default the newest intact checkpoint of the run.
         data: Path of a data store that replaces the config's data.
         weights: "ema" or "trained"; by default the EMA if the checkpoint has one, unless `ema.evaluate` is false.
-        sampling: Overrides `sampling.KEY=VALUE` of the run's config.
+        settings: Settings KEY=VALUE that replace those of the run, see `REPLACEABLE`.
         device: By default the GPU, if there is one.
 
     Raises:
-        ConfigError: An override is no setting of `sampling`, or out of bounds.
+        ConfigError: A setting cannot be replaced, or is out of bounds.
         DataError: The folder is not a run, has no checkpoint or no EMA though it was requested, or the data store is
             missing or has changed.
     """
     folder = Path(run_dir)
-    for override in sampling:
-        if not override.startswith("sampling."):
-            raise ConfigError(f"expected sampling.KEY=VALUE, found {short_repr(override)}")
-    config = run_config(folder, [*([f"data.path={data}", "data.mixture={}"] if data else []), *sampling])
+    for setting in settings:
+        if not REPLACEABLE.fullmatch(setting):
+            raise ConfigError(
+                f"expected sampling.KEY=VALUE, attention.backend=VALUE or precision=VALUE, found {short_repr(setting)}"
+            )
+    config = run_config(folder, [*([f"data.path={data}", "data.mixture={}"] if data else []), *settings])
     is_other = checkpoint is not None and Path(checkpoint) != folder
     saved = verify_checkpoint(Path(str(checkpoint))) if is_other else newest_checkpoint(folder, config)
     store = match_training_data(saved, _open_data(folder, config))
@@ -198,12 +228,12 @@ def load_run(
     )
 
 
-def load_run_on_all_ranks(options: Namespace, processes: Collectives, sampling: Sequence[str] = ()) -> LoadedRun:
-    """Load the run that the options of `add_run_options` name, the same checkpoint on every rank (collective)."""
+def load_run_on_all_ranks(options: Namespace, processes: Collectives) -> LoadedRun:
+    """Load the run that the options name, with their settings, the same checkpoint on every rank (collective)."""
     checkpoint = options.checkpoint
     with processes.raise_on_all_ranks("loading of the run"):
         if checkpoint is None and processes.is_main:  # once for all ranks, as a running run may save another one
             checkpoint = newest_checkpoint(options.run, run_config(options.run)).path
     checkpoint = processes.gather(str(checkpoint), "choice of the checkpoint")[0]
     with processes.raise_on_all_ranks("loading of the run"):
-        return load_run(options.run, checkpoint, options.data, options.weights, sampling)
+        return load_run(options.run, checkpoint, options.data, options.weights, options.settings)

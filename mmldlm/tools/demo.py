@@ -27,8 +27,7 @@ from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import ExitCode, MmldlmError, UsageError
 from mmldlm.evaluation import cosine
 from mmldlm.inference.conditions import encode_or_raise, load_run_encoder
-from mmldlm.inference.generate import sample
-from mmldlm.inference.interpolate import interpolate
+from mmldlm.inference.generate import interpolate, sample
 from mmldlm.run.load import LoadedRun, add_run_options, load_run
 from mmldlm.settings.declaration import dump, setting
 from mmldlm.settings.fields import build
@@ -334,7 +333,7 @@ class Page:
         try:
             return self.model_thread.submit(respond).result()
         except MmldlmError as error:
-            message = str(error).removeprefix("--")  # options of `mmldlm sample` have the names of the fields
+            message = str(error).removeprefix("--")  # --text and --length are fields, too
             print(f"mmldlm demo: {message}", file=sys.stderr, flush=True)
         except Exception as error:
             message = f"internal error, see the terminal: {type(error).__name__}: {' '.join(str(error).split())}"

@@ -37,7 +37,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
         (["--perplexity-model", "/nowhere"], 65, "/nowhere: expected the folder of a causal language model"),
         (["--checkpoint", "/nowhere"], 65, "/nowhere"),
         (["--weights", "ema"], 65, "has no EMA of the weights"),
-        (["train.steps=9"], 64, "expected sampling.KEY=VALUE, found 'train.steps=9'"),
+        (
+            ["train.steps=9"],
+            64,
+            "expected sampling.KEY=VALUE, attention.backend=VALUE or precision=VALUE, found 'train.steps=9'",
+        ),
         (["sampling.steps=0"], 64, "sampling.steps: "),
     ],
 )

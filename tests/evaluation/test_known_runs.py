@@ -24,7 +24,7 @@ from mmldlm.evaluation.likelihood import (
     text_bound,
 )
 from mmldlm.evaluation.statistics import cosine, retrieval_ranks
-from mmldlm.evaluation.suite import Extras, evaluate
+from mmldlm.evaluation.suite import evaluate
 from mmldlm.evaluation.t2l import denoise_latents, latent_metrics, latent_similarity_metrics
 from mmldlm.evaluation.table import samples_markdown, table
 from mmldlm.run.load import LoadedRun
@@ -59,7 +59,7 @@ def pairs(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def perfect(tiny_store: Path, pairs: Path) -> dict[str, Any]:
-    return evaluate(perfect_run(tiny_store), EvaluationConfig(texts=20), extras=Extras(sts=pairs))
+    return evaluate(perfect_run(tiny_store), EvaluationConfig(texts=20), sts=pairs)
 
 
 def test_texts_of_a_perfect_run(perfect: dict[str, Any]) -> None:

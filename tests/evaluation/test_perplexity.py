@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from mmldlm.errors import DataError, UsageError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
-from mmldlm.evaluation.perplexity import CausalModel, perplexity, score_texts
-from mmldlm.evaluation.suite import Extras, evaluate
+from mmldlm.evaluation.perplexity import CausalModel, perplexity
+from mmldlm.evaluation.suite import evaluate
 from tests.helpers.known_runs import fresh_run, perfect_run
 
 OF_ITS_OWN_CODE = {"model_type": "own", "auto_map": {"AutoConfig": "a.A", "AutoModelForCausalLM": "a.B"}}
@@ -56,18 +56,18 @@ def test_nats_match_transformers(folder: Path) -> None:
                 loss = float(theirs(ids, labels=ids).loss)
             assert nats / count == pytest.approx(loss, rel=1e-5)
             total, tokens = total + count * loss, tokens + count
-    shares = sum(score_texts(ours, TEXTS, range(rank, len(TEXTS), 3)) for rank in range(3))
-    assert np.array_equal(shares, score_texts(ours, TEXTS, range(len(TEXTS))))
-    assert perplexity(shares) == pytest.approx(math.exp(total / tokens), rel=1e-5)
+    assert perplexity(np.array([ours.nats(text) for text in TEXTS])) == pytest.approx(
+        math.exp(total / tokens), rel=1e-5
+    )
 
 
 def test_perplexity_has_held_out_texts_as_baseline(folder: Path, tiny_store: Path) -> None:
-    config, extras = EvaluationConfig(texts=12, times=1), Extras(perplexity_model=folder)
-    joint = evaluate(perfect_run(tiny_store), config, ["joint"], extras)["joint"]
+    config = EvaluationConfig(texts=12, times=1)
+    joint = evaluate(perfect_run(tiny_store), config, ["joint"], perplexity_model=folder)["joint"]
     evaluation = Evaluation(perfect_run(tiny_store), config)
     model = CausalModel(folder, CPU)
     for suffix, tokens in (("_true", evaluation.tokens[:12]), ("_unigram", evaluation.unigram_tokens(12))):
-        expected = perplexity(score_texts(model, evaluation.decode(tokens), range(12)))
+        expected = perplexity(np.array([model.nats(text) for text in evaluation.decode(tokens)]))
         assert joint[f"generative_perplexity{suffix}"] == expected
     assert joint["generative_perplexity"] > 1
 

@@ -27,7 +27,7 @@ from tests.helpers.waiting import wait_until
 SENTENCES = ["The rose of soil and water.", "The wave.", "Water and soil.", "A rose in the water.", "The soil."]
 TEXTS = [SENTENCES[index % 5] for index in range(22)]
 BATCH = 4
-FEW = ("--steps", "2", "--batch", str(BATCH))
+FEW = ("sampling.steps=2", "sampling.t2l_steps=2", "--batch", str(BATCH))
 
 
 def write_lines(path: Path, lines: Sequence[str]) -> Path:
@@ -137,7 +137,17 @@ def test_latents_of_a_file_and_ids(short_run_dir: Path, tmp_path: Path, capsys: 
     assert cli.main(["sample", str(short_run_dir), *latents, *FEW, "--out", str(by_latent)]) == 0
     assert [record.pop("id", None) for record in records(by_text)] == [None, *(f"doc {index}" for index in range(1, 6))]
     assert [record["texts"] for record in records(by_text)] == [record["texts"] for record in records(by_latent)]
-    t2l = ["sample", str(short_run_dir), "--mode", "t2l", "--texts", str(texts), "--steps", "1", "--out", str(found)]
+    t2l = [
+        "sample",
+        str(short_run_dir),
+        "--mode",
+        "t2l",
+        "--texts",
+        str(texts),
+        "sampling.t2l_steps=1",
+        "--out",
+        str(found),
+    ]
     assert cli.main(t2l) == 0
     assert f"written: {found}, {found.with_suffix('.npy')}" in capsys.readouterr().out
     config = replace(model.run.config.sampling, t2l_steps=1)
@@ -205,7 +215,7 @@ def test_another_request_does_not_continue_the_output(
         assert outputs(out) == whole
 
     refused([*command, "--seed", "1"], 2, f"{out} was begun with seed 0, found 1")
-    refused([*command, "--temperature", "0.5"], 2, "sampling")
+    refused([*command, "sampling.temperature=0.5"], 2, "sampling")
     write_lines(texts, TEXTS[:-1])
     refused(command, 2, "input")
     write_lines(texts, TEXTS)
@@ -223,7 +233,7 @@ def test_another_request_does_not_continue_the_output(
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--texts", "t.txt"], "--texts: needs --out OUT.jsonl"),
+        (["--texts", "t.txt"], "--texts: needs --out"),
         (["--texts", "t.txt", "--out", "x.npy"], "--out: expected a .jsonl file"),
         (["--texts", "t.txt", "--out", "/nowhere/x.jsonl"], "--out: expected a .jsonl file"),
         (["--texts", "t.txt", "--latents", "l.npy", "--out", "x.jsonl"], "--mode l2t --out x.jsonl needs --texts or"),
@@ -254,6 +264,23 @@ def test_scores_are_those_of_the_library(given: str, short_run_dir: Path, tmp_pa
     summary = json.loads(out.with_suffix(".json").read_text())
     assert summary["bits_per_token"] == pytest.approx(expected.bits_per_token.value, rel=1e-6)
     assert summary["bits_per_token_ci95"] == pytest.approx(expected.bits_per_token.interval, abs=1e-5)
+
+
+@pytest.mark.quick
+def test_settings_replace_those_of_the_run(
+    short_run_dir: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They belong to what was requested."""
+    plain, half = tmp_path / "plain.jsonl", tmp_path / "half.jsonl"
+    assert cli.main(job("score", short_run_dir, texts, plain)) == 0
+    assert cli.main([*job("score", short_run_dir, texts, half), "precision=bf16"]) == 0
+    nats = [[line["nats"] for line in records(out)] for out in (plain, half)]
+    assert nats[0] != nats[1] and nats[0] == pytest.approx(nats[1], rel=0.05)
+    capsys.readouterr()
+    status = cli.main(job("score", short_run_dir, texts, half))
+    assert_user_error((status, capsys.readouterr().err), 2, "was begun with settings")
+    status = cli.main([*job("score", short_run_dir, texts, half), "model.depth=9"])
+    assert_user_error((status, capsys.readouterr().err), 64, "expected sampling.KEY=VALUE", "found 'model.depth=9'")
 
 
 def test_intervals_of_single_texts_hold_their_true_bound(short_run_dir: Path, tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from mmldlm import cli
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import DataError, UsageError
-from mmldlm.inference import encode_texts
-from mmldlm.inference.edit import SpanEdit, edit, mask_span
+from mmldlm.inference import encode_texts, sample
+from mmldlm.inference.edit import SpanEdit, mask_span
 from mmldlm.run.load import LoadedRun
 from tests.helpers.user_errors import assert_user_error
 
@@ -96,7 +96,7 @@ def test_versions_differ_in_the_span_only(short_run: LoadedRun) -> None:
     latents = encode_texts(short_run, ["The rose of soil and water.", "The wave."])
     config = SamplingConfig(steps=4, remask=1.0)
     row = mask_span(short_run, SpanEdit.parse(MARKED), 6)
-    made, texts = edit(short_run, config, 0, row, latents, count=3)
+    made, texts = sample(short_run, "l2t", config, 0, latents, count=3, template=row)
     assert len(texts) == 6 and len(set(texts)) > 1
     assert all(text.startswith("The rose of") and text.endswith(" water.") for text in texts)
     assert np.allclose(made.latents.numpy(), latents.repeat(3, axis=0), atol=1e-6)
@@ -125,11 +125,14 @@ def test_latent_is_own_or_given(short_run_dir: Path, tmp_path: Path, capsys: pyt
         (["--edit", "no span"], "--edit: expected one [span] to rewrite, found no brackets"),
         (["--edit", "an [] empty one"], "--edit: the [span] is empty, expected --span-length"),
         (["--edit", "[a]", "--span-length", "0"], "--span-length: expected at least 1, found 0"),
-        (["--edit", "[a]", "--length", "5"], "--length: cannot be combined with --edit, which uses --span-length"),
+        (
+            ["--edit", "[a]", "--length", "5"],
+            "--length: cannot be combined with --edit, which has its own text and uses --span-length",
+        ),
         (["--edit", "[a]", "--text", "b"], "--text: cannot be combined with --edit"),
         (["--edit", "[a]", "--mode", "t2l"], "--edit: generates from latents, expected --mode l2t, found t2l"),
-        (["--edit", "[a]", "--like", "b", "--latents", "c.npy"], "--like and --latents: expected only one"),
-        (["--edit", "[a]", "--interpolate", "a", "b"], "--interpolate and --edit: expected one of them"),
+        (["--edit", "[a]", "--like", "b", "--latents", "c.npy"], "--latents: cannot be combined with --like"),
+        (["--edit", "[a]", "--interpolate", "a", "b"], "--edit: cannot be combined with --interpolate"),
         (["--text", "a", "--like", "b"], "--like: needs --edit, which was not given"),
         (["--text", "a", "--span-length", "2"], "--span-length: needs --edit"),
         (["--interpolate", "a", "b", "--like", "c"], "--like: needs --edit"),

@@ -13,8 +13,7 @@ import torch
 from mmldlm import cli
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.inference import encode_texts, sample
-from mmldlm.inference.generate import draw_text_lengths
-from mmldlm.inference.interpolate import interpolate, slerp
+from mmldlm.inference.generate import draw_text_lengths, interpolate, slerp
 from mmldlm.model.layers import Modulation
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.run.load import LoadedRun

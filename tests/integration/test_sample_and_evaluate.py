@@ -59,18 +59,17 @@ def test_evaluation_has_every_metric_with_its_baseline(run_dir: Path, capsys: py
     assert result["l2t"]["bits_per_token"] < result["l2t"]["bits_per_token_shuffled"]
 
 
-@pytest.mark.parametrize(
-    "extra", ["", "--temperature=0", "--top-p=0.8", "--decoding=confidence", "--remask=0.5", "--guidance=2"]
-)
+@pytest.mark.parametrize("extra", ["", "temperature=0", "top_p=0.8", "decoding=confidence", "remask=0.5", "guidance=2"])
 def test_l2t_generates_texts(run_dir: Path, capsys: pytest.CaptureFixture[str], extra: str) -> None:
-    arguments = ["sample", str(run_dir), "--text", TEXT, "-n", "2", "--steps", "4", "--length", "8", *extra.split()]
+    settings = [f"sampling.{setting}" for setting in ("steps=4", extra) if setting]
+    arguments = ["sample", str(run_dir), "--text", TEXT, "-n", "2", "--length", "8", *settings]
     assert cli.main(arguments) == 0
     first = capsys.readouterr().out
     assert first.startswith(f"from: {TEXT}") and len(first.splitlines()) == 3
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out == first  # the seed decides
     assert cli.main([*arguments, "--seed", "1"]) == 0
-    assert extra == "--temperature=0" or capsys.readouterr().out != first
+    assert extra == "temperature=0" or capsys.readouterr().out != first
 
 
 def test_latents_are_exported_and_read(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,9 +96,12 @@ def test_joint_generates_both(run_dir: Path, run: LoadedRun, capsys: pytest.Capt
     [
         ([], 2, "--mode l2t needs --text or --latents"),
         (["--mode", "joint", "--text", "x"], 2, "--mode joint needs neither"),
-        (["--mode", "joint", "--guidance", "2"], 2, "--guidance"),
+        (["--mode", "joint", "sampling.guidance=2"], 2, "sampling.guidance"),
         (["--text", TEXT, "--length", "999"], 2, "--length: expected 1 to"),
-        (["--text", TEXT, "--top-p", "2"], 2, "top_p: must be at most 1"),
+        (["--text", TEXT, "sampling.top_p=2"], 64, "sampling.top_p: must be at most 1"),
+        (["--text", TEXT, "--top-p", "0.9"], 2, "--top-p: gone, use sampling.top_p=0.9"),
+        (["--text", TEXT, "--steps", "8"], 2, "--steps: gone, use sampling.steps=8, in t2l sampling.t2l_steps=8"),
+        (["--text", TEXT, "optim.lr=1"], 64, "expected sampling.KEY=VALUE, attention.backend=VALUE or precision=VALUE"),
         (["--text", TEXT, "--out", "/nowhere/x.npy"], 2, "--out: expected a .npy or .jsonl file in an existing folder"),
         (["--text", "zzz qqq"], 65, "no latent for 'zzz qqq'"),
         (["--latents", "/nowhere.npy"], 65, "/nowhere.npy does not exist"),

@@ -91,7 +91,7 @@ def test_a_run_from_the_folder_uses_the_installed_package(installed: Path, proje
     result = run(installed, project, "mmldlm", "train", "configs/tiny.yaml", *settings, "run.dir=runs/own")
     assert result.returncode == 0, result.stderr
     assert json.loads((project / "runs/own/exit.json").read_text())["code"] == 0
-    result = run(installed, project, "mmldlm", "sample", "runs/own", "--mode", "joint", "--steps", "2")
+    result = run(installed, project, "mmldlm", "sample", "runs/own", "--mode", "joint", "sampling.steps=2")
     assert result.returncode == 0 and len(result.stdout.splitlines()) == 1, result.stderr
 
 

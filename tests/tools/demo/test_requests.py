@@ -21,7 +21,7 @@ import pytest
 from mmldlm.errors import MmldlmError
 from mmldlm.inference import encode_texts, sample
 from mmldlm.inference.conditions import load_run_encoder
-from mmldlm.inference.interpolate import interpolate
+from mmldlm.inference.generate import interpolate
 from mmldlm.run.load import LoadedRun
 from mmldlm.tools.demo import Demo, Page, import_gradio
 from tests.helpers.waiting import TEST_TIMEOUT_S
