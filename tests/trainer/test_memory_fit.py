@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from mmldlm.data.batch_schedule import BatchSize
-from mmldlm.distributed.engine import with_index
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.tools import verify
 from mmldlm.trainer.memory_fit import _halve
@@ -44,15 +43,6 @@ def same_bits(one: Path, other: Path) -> bool:
 def changes_of(run: Path) -> list[dict[str, Any]]:
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     return [line for line in lines if line["kind"] == "micro_batch"]
-
-
-@quick
-def test_the_device_of_one_process_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="index"):
-        torch.cuda.set_device("cuda")  # as the thread of a trial pass would
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    for device, expected in (("cuda", "cuda:1"), ("cuda:3", "cuda:3"), ("cpu", "cpu")):
-        assert with_index(torch.device(device)) == torch.device(expected)
 
 
 @pytest.mark.gpu
