@@ -144,6 +144,7 @@ def test_all_refused_variables_are_in_one_line() -> None:
     ("text", "complaint"),
     [
         ("{distributed_type: MULTI_GPU, nonsense: 1}", r"unknown keys .*nonsense.* \(ValueError in accelerate\)"),
+        ("{distributed_type: FSDP, compute_environment: MINE}", r"file.yaml: .*MINE.* \(ValueError in accelerate\)"),
         ("{distributed_type: FSDP, mixed_precision: no}", 'mixed_precision: expected "no" in quotes, .* found False'),
         (
             "{distributed_type: [FSDP]}",
