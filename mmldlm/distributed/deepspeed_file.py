@@ -42,7 +42,6 @@ LEFT_OUT = """
     steps_per_print wall_clock_breakdown memory_breakdown flops_profiler dump_state checkpoint tensorboard csv_monitor
     wandb comet dataloader_drop_last optimizer scheduler
 """.split()  # noqa: SIM905
-FROM_SECTION = ("gradient_accumulation_steps", "gradient_clipping")  # or from the accelerate file's section
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types", "optimizer", "scheduler")
 # What a section of the accelerate file leaves open, as in the files in ds_configs/.
 _BUCKETS = {"reduce_bucket_size": 100_000_000, "allgather_bucket_size": 100_000_000}
@@ -164,8 +163,8 @@ def read_deepspeed(path: str, variables: Mapping[str, str], world_size: int, loc
         ConfigError: Accelerate or DeepSpeed refuse a value, DeepSpeed would ignore a key, or there is no such engine.
     """
     name = path or SECTION
-    # Without a value Accelerate would take 1 for the accumulation.
-    content = {**dict.fromkeys(FROM_SECTION, AUTO), **_read_file(Path(path))} if path else None
+    # Without a value Accelerate would take 1.
+    content = {"gradient_accumulation_steps": AUTO, **_read_file(Path(path))} if path else None
     with library_call(name, variables):
         from accelerate import DeepSpeedPlugin
 
