@@ -24,21 +24,24 @@ OFFLOADS = ("offload_optimizer", "offload_param")
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
 # DeepSpeed reads more of ZeRO's keys than are tested here; these change what a run computes, or how it is divided.
 _UNTESTED = (
-    *("zenflow", "legacy_stage1", "parameter_alignment", "zero_quantized_nontrainable_weights"),
-    *("offload_optimizer.ratio", "offload_optimizer.super_offload"),
+    "zenflow",
+    "legacy_stage1",
+    "parameter_alignment",
+    "zero_quantized_nontrainable_weights",
+    "offload_optimizer.ratio",
+    "offload_optimizer.super_offload",
 )
 # Keys that take effect: DeepSpeed refuses unknown keys below them, but ignores unknown ones beside them.
-KNOWN = (
-    *("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping"),
-    *("bf16", "fp16", "data_types", "communication_data_type", "prescale_gradients", "gradient_predivide_factor"),
-    *("zero_optimization", "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer", "aio", "comms_logger"),
-)
+KNOWN = """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16 data_types
+    communication_data_type prescale_gradients gradient_predivide_factor zero_optimization
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio comms_logger
+""".split()  # noqa: SIM905 - as a list, 15 lines
 # Output, and what the run config has settings for: left out.
-LEFT_OUT = (
-    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "flops_profiler", "dump_state", "checkpoint"),
-    *("tensorboard", "csv_monitor", "wandb", "comet", "dataloader_drop_last", "optimizer", "scheduler"),
-)
-FROM_SECTION = ("gradient_accumulation_steps", "gradient_clipping")  # or from the accelerate file's section
+LEFT_OUT = """
+    steps_per_print wall_clock_breakdown memory_breakdown flops_profiler dump_state checkpoint tensorboard csv_monitor
+    wandb comet dataloader_drop_last optimizer scheduler
+""".split()  # noqa: SIM905
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types", "optimizer", "scheduler")
 # What a section of the accelerate file leaves open, as in the files in ds_configs/.
 _BUCKETS = {"reduce_bucket_size": 100_000_000, "allgather_bucket_size": 100_000_000}
@@ -160,8 +163,8 @@ def read_deepspeed(path: str, variables: Mapping[str, str], world_size: int, loc
         ConfigError: Accelerate or DeepSpeed refuse a value, DeepSpeed would ignore a key, or there is no such engine.
     """
     name = path or SECTION
-    # Without a value Accelerate would take 1 for the accumulation.
-    content = {**dict.fromkeys(FROM_SECTION, AUTO), **_read_file(Path(path))} if path else None
+    # Without a value Accelerate would take 1.
+    content = {"gradient_accumulation_steps": AUTO, **_read_file(Path(path))} if path else None
     with library_call(name, variables):
         from accelerate import DeepSpeedPlugin
 

@@ -27,7 +27,7 @@ REFUSED = {
     "ACCELERATE_USE_SAGEMAKER": "compute_environment: LOCAL_MACHINE",
     "FSDP_ACTIVATION_CHECKPOINTING": "memory.activation_checkpointing in the run config",
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "memory.activation_checkpointing in the run config",
-    "FSDP_IGNORED_MODULES": "freeze in the run config",
+    "FSDP_IGNORED_MODULES": "nothing: all weights are sharded",
     # Shards on the host are untested on a GPU, and without one PyTorch cannot pin them.
     "FSDP_OFFLOAD_PARAMS": "accelerate_configs/zero3_offload.yaml, which keeps weights and optimizer on the host",
 }

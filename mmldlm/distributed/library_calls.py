@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,9 +50,10 @@ def _pop_variables() -> dict[str, str]:
 
 
 def _raised_in(error: BaseException) -> str:
-    """Return the package whose code raised the error."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
+    """Return the package that raised the error, also by way of the standard library."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    packages = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in reversed(frames)]
+    return next((package for package in packages if package not in sys.stdlib_module_names), "")
 
 
 def _message(error: Exception) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import socket
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
@@ -27,10 +27,6 @@ FLIGHT_RECORDER_ENTRIES = 2000
 # PyTorch's default, "SkipCleanUp": end the process without `ncclCommAbort`, which may hang itself.
 ASYNC_ERROR_HANDLING = "3"
 _BY_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # which torchrun sets to 1 where its user has set nothing
-_GUARDS = {  # variables that turn off what PyTorch does about a hang, where they are false
-    "TORCH_NCCL_ENABLE_MONITORING": "distributed.heartbeat_timeout_s has no effect",
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "NCCL's timeouts and errors do not end the process",
-}
 _exported: dict[str, str] = {}  # by this process, which may train several runs in turn; others are the user's
 _groups = count()  # that this process has joined, one after another
 
@@ -38,6 +34,9 @@ _groups = count()  # that this process has joined, one after another
 def settings_to_export(config: DistributedConfig) -> dict[str, str]:
     """Return the variables that PyTorch and NCCL read when the process group starts."""
     return {
+        # PyTorch's defaults: if they are off, no timeout of NCCL ends the process.
+        "TORCH_NCCL_ENABLE_MONITORING": "1",
+        "TORCH_NCCL_RETHROW_CUDA_ERRORS": "1",
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(config.heartbeat_timeout_s),
         "TORCH_NCCL_BLOCKING_WAIT": str(int(config.blocking_wait)),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": ASYNC_ERROR_HANDLING if config.async_error_handling else "0",
@@ -63,13 +62,6 @@ def kept_variables(config: DistributedConfig) -> list[str]:
         for name, value in settings_to_export(config).items()
         if os.environ.get(name, value) != value
     ]
-
-
-def disabled_guards(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables in `environment` that turn off what PyTorch does about a hang, each with its effect."""
-    values = {name: environment.get(name, "1") for name in _GUARDS}
-    false = ("0", "n", "no", "f", "false")  # in any case, as PyTorch reads them
-    return [f"{name}={value}: {_GUARDS[name]}" for name, value in values.items() if value.lower() in false]
 
 
 def use_interface_for(address: str, environment: MutableMapping[str, str] = os.environ) -> None:

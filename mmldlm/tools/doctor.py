@@ -9,7 +9,7 @@ import resource
 import shutil
 import subprocess
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,7 +22,6 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.comm_benchmark import backend_of, backend_version
-from mmldlm.distributed.process_group import disabled_guards
 from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError, StorageError, UsageError
 from mmldlm.model.attention import AttentionConfig
 from mmldlm.run.factory import attention_backend, build_meta_model
@@ -109,7 +108,6 @@ def check_machine(choice: DeviceChoice, processes: int) -> list[Finding]:
         check_backend(device),
         check_shared_memory(processes),
         check_open_files(),
-        *check_environment(os.environ),
     ]
 
 
@@ -193,13 +191,6 @@ def check_open_files() -> Finding:
         advice = _MIN_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MIN_OPEN_FILES)
         return warn("open files", f"{result}, {_MIN_OPEN_FILES:,} advised", f"ulimit -n {advice}")
     return ok("open files", result)
-
-
-def check_environment(environment: Mapping[str, str]) -> list[Finding]:
-    """Return a warning if variables turn off what PyTorch does about a hang."""
-    disabled = disabled_guards(environment)
-    remedy = f"unset {' '.join(line.partition('=')[0] for line in disabled)}"
-    return [warn("environment", "; ".join(disabled), remedy)] if disabled else []
 
 
 # --- the run ----------------------------------------------------------------------------------------------------

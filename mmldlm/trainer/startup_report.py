@@ -22,7 +22,7 @@ from mmldlm.data.store import Store
 from mmldlm.data.writer import publish, write_description
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.optimizers import describe_optimizer
-from mmldlm.distributed.process_group import disabled_guards, kept_variables, settings_to_export
+from mmldlm.distributed.process_group import kept_variables, settings_to_export
 from mmldlm.model.cpu_half import has_bf16_instructions, has_fp16_instructions
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
@@ -131,7 +131,6 @@ def startup_report(
             "nccl_heartbeat_s": distributed.heartbeat_timeout_s if on_cuda else None,
         },
         "exported": {name: os.environ.get(name) for name in settings_to_export(distributed)} if on_cuda else {},
-        "disabled_guards": disabled_guards(os.environ) if engine.world_size > 1 else [],
         "deepspeed_file": engine.launch.deepspeed.name if engine.launch.deepspeed else "",
         "git": fingerprint["git"],
         "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
@@ -241,7 +240,6 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
             f"warning      this CPU has no instructions for {precision}: matrix products are far slower than in fp32"
         )
     lines += [f"notice       {notice}" for notice in report["notices"]]
-    lines += [f"warning      {guard}" for guard in report["disabled_guards"]]
     lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
     return lines
 

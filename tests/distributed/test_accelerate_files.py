@@ -1,4 +1,4 @@
-"""Launcher files that users bring: each runs with the curve of a single process, or is refused with the edit to make.
+"""Launcher files that users bring: each is the launch of a shipped file, or is refused with the edit to make.
 
 `launcher_files/` has the settings of the examples of accelerate (config_yaml_templates), TRL and dLLM
 (accelerate_configs); the others are written by the installed `accelerate config`.
@@ -19,6 +19,7 @@ from mmldlm.errors import ConfigError
 from tests.helpers.accelerate_files import QUESTIONNAIRES, answer_questionnaire, launched_environments
 from tests.helpers.engine_runs import BIN, CURVE, difference, environment, exit_record, run
 from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
 
 FOLDER = Path(__file__).parent / "launcher_files"
@@ -61,10 +62,7 @@ FILES = {
     "dllm_cpu": Expected("single", processes=1),
     "dllm_fsdp": Expected(edit=FSDP1),
 }
-RUNNING = [name for name, expected in FILES.items() if expected.engine]
-# One of each project and engine; the others are launched by --slow.
-EACH = ("config_multi_gpu_bf16", "config_default", "accelerate_multi_node", "trl_single_gpu", "dllm_fsdp2", "dllm_cpu")
-REFUSED = [name for name, expected in FILES.items() if not expected.engine]
+SHIPPED = {"single": "gpu", "ddp": "ddp", "fsdp2": "fsdp2"}  # the launches whose curves are compared elsewhere
 
 
 @pytest.fixture
@@ -126,7 +124,11 @@ def test_a_file_means_the_same_under_both_launchers(
         if expected.engine:
             assert isinstance(file_result, LauncherEnv), file_result
             assert file_result == launcher_result
-            assert file_result.engine == expected.engine
+            shipped = f"{ROOT}/accelerate_configs/{SHIPPED[expected.engine]}.yaml"
+            same = read_launcher_env(torchrun_environments(expected.processes)[file_result.rank], None, shipped)
+            options = {"launcher": "", "mixed_precision": file_result.mixed_precision}
+            assert replace(file_result, accelerate={}) == replace(same, **options, accelerate={})
+            assert file_result.accelerate.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
             precision = resolve_precision(load_config(None), file_result.mixed_precision).precision
             assert precision == expected.precision
         else:
@@ -134,24 +136,6 @@ def test_a_file_means_the_same_under_both_launchers(
                 assert isinstance(result, ConfigError), result
                 assert all(text.lower() in str(result).lower() for text in expected.edit), result
                 assert "\n" not in str(result)
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in EACH else pytest.param(name, marks=pytest.mark.slow) for name in RUNNING]
-)
-def test_a_file_has_the_curve_of_a_single_process(
-    name: str,
-    launcher_file: Callable[[str], Path],
-    parity_config: Path,
-    forked: ForkedRuns,
-    single: Callable[..., Path],
-    tmp_path: Path,
-) -> None:
-    expected, folder = FILES[name], tmp_path / "run"
-    engine = "single" if expected.processes == 1 else "ddp"  # of the ranks' variables: the file decides
-    given = (parity_config, *SHORT, "--accelerate_config", launcher_file(name))
-    forked.succeed(engine, folder, expected.processes, *given)
-    check_run(folder, expected, single)
 
 
 def check_run(folder: Path, expected: Expected, single: Callable[..., Path]) -> None:
@@ -163,18 +147,15 @@ def check_run(folder: Path, expected: Expected, single: Callable[..., Path]) -> 
     assert difference(folder, reference, CURVE) < TOLERANCE[expected.precision]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_refused_file_says_the_edit(
-    name: str, launcher_file: Callable[[str], Path], parity_config: Path, forked: ForkedRuns, tmp_path: Path
+def test_a_refused_file_ends_the_start(
+    launcher_file: Callable[[str], Path], parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    expected, log = FILES[name], tmp_path / "log"
-    given = (parity_config, *SHORT, f"run.dir={tmp_path / 'run'}", "--accelerate_config", launcher_file(name))
-    ranks = forked.start("single" if expected.processes == 1 else "ddp", given, expected.processes, log)
+    log, file = tmp_path / "log", launcher_file("trl_fsdp1")
+    ranks = forked.start("ddp", (parity_config, f"run.dir={tmp_path / 'run'}", "--accelerate_config", file), 2, log)
     assert forked.wait(ranks) == dict.fromkeys(ranks, 64)
     lines = log.read_text().splitlines()
-    assert len(lines) == expected.processes and not (tmp_path / "run").exists(), lines
-    assert all(line.startswith("mmldlm: error: ") for line in lines)
-    assert all(text.lower() in line.lower() for text in expected.edit for line in lines), lines
+    assert len(lines) == 2 and not (tmp_path / "run").exists(), lines
+    assert all(line.startswith("mmldlm: error: ") and FSDP1[0] in line for line in lines), lines
 
 
 def by_accelerate_launch(file: Path, processes: int, *arguments: object) -> list[str]:
@@ -203,10 +184,11 @@ def test_files_under_accelerate_launch(
         assert refusals and all(text.lower() in refusals[0].lower() for text in expected.edit), done.stdout[-3000:]
 
 
+@pytest.mark.quick
 def test_single_gpu_files_with_several_processes(launcher_file: Callable[[str], Path]) -> None:
     """TRL's file for one GPU says eight processes, of which accelerate's launcher starts one."""
     launched = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    with pytest.raises(ConfigError, match=r"MULTI_GPU.*for one process `num_processes: 1`"):
+    with pytest.raises(ConfigError, match=r"distributed_type: MULTI_GPU.*`num_processes: 1`"):
         read_launcher_env(dict(launched))
     with pytest.raises(ConfigError, match="expected MULTI_GPU, FSDP or DEEPSPEED for 2 processes, found NO"):
         read_launcher_env(torchrun_environments(2)[0], accelerate_file=str(launcher_file("trl_single_gpu")))

@@ -96,10 +96,10 @@ def test_ddp_settings_changed(probe: Probe) -> None:
 
 def test_variables_of_the_user_stay(probe: Probe, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     """As they are set to debug a hang; those that an earlier run in the same process has set are not the user's."""
-    variables = {"TORCH_NCCL_BLOCKING_WAIT": "1", "NCCL_SOCKET_NTHREADS": "8", "NCCL_NSOCKS_PERTHREAD": "4"}
+    variables = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ENABLE_MONITORING": "0", "NCCL_NSOCKS_PERTHREAD": "4"}
     forked.succeed("ddp", tmp_path / "run", 2, parity_config, *SHORT, **variables)
     report = json.loads((tmp_path / "run/startup.json").read_text())
-    for line in ("TORCH_NCCL_BLOCKING_WAIT: 1 of the environment is kept, 0 of", "NCCL_SOCKET_NTHREADS: 8 of the"):
+    for line in ("TORCH_NCCL_BLOCKING_WAIT: 1 of the environment is kept, 0 of", "TORCH_NCCL_ENABLE_MONITORING: 0 of"):
         assert any(notice.startswith(line) for notice in report["notices"]), report["notices"]
     assert "NSOCKS" not in "".join(report["notices"])
 
@@ -171,13 +171,3 @@ def test_exported_names_and_values_are_those_of_torchs_headers() -> None:
     assert exported["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == modes["SkipCleanUp"], "torch's default"
     off = settings_to_export(replace(DEFAULTS, async_error_handling=False))
     assert off["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == modes["NoHandling"]
-
-
-@pytest.mark.parametrize("name", ["TORCH_NCCL_ENABLE_MONITORING", "TORCH_NCCL_RETHROW_CUDA_ERRORS"])
-def test_start_tells_of_variables_that_turn_timeouts_off(
-    name: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
-) -> None:
-    for value, told in (("0", 1), ("1", 0)):
-        run = tmp_path / value
-        forked.succeed("ddp", run, 2, parity_config, *SHORT, "train.steps=1", **{name: value})
-        assert run.with_suffix(".log").read_text().count(f"warning      {name}=0: ") == told

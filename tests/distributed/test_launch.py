@@ -13,7 +13,7 @@ from pathlib import Path
 import accelerate as accelerate_package
 import pytest
 import yaml
-from accelerate.utils import named_module_tensors
+from accelerate.utils import TorchDynamoPlugin, named_module_tensors
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from mmldlm import train
@@ -181,6 +181,8 @@ def test_only_what_libraries_say_of_a_value_is_an_error_of_the_user() -> None:
     with pytest.raises(ConfigError, match=line) as caught, library_call("f.json", {}):
         DeepSpeedZeroConfig(stage=9)
     assert caught.value.__cause__ is not None
+    with pytest.raises(ConfigError, match=r"FOO.*in accelerate"), library_call("f.json", {}):
+        TorchDynamoPlugin(backend="foo")  # an enumeration of the standard library refuses it
     for error in (AssertionError("ours"), ValueError("ours"), NumericalError("nan")):
         with pytest.raises(type(error)) as raised, library_call("f.json", {}):
             raise error

@@ -24,7 +24,6 @@ from mmldlm.tools.doctor import (
     check_attention,
     check_cores,
     check_disk,
-    check_environment,
     check_folder,
     check_open_files,
     check_shared_memory,
@@ -91,15 +90,6 @@ def test_ready_run_passes(command: Command, tiny_config: Path, tmp_path: Path) -
     assert result.returncode == 0, result.stdout + result.stderr
     assert re.search(r"^  ok    data store +\S+store, \d+ samples to train on$", result.stdout, re.MULTILINE)
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.quick
-def test_variables_that_turn_timeouts_off_are_warned_of() -> None:
-    (finding,) = check_environment({"TORCH_NCCL_ENABLE_MONITORING": "false", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "n"})
-    assert finding.status == "warn"
-    assert "TORCH_NCCL_ENABLE_MONITORING=false: " in finding.found
-    assert "TORCH_NCCL_RETHROW_CUDA_ERRORS=n: " in finding.found
-    assert check_environment({"TORCH_NCCL_ENABLE_MONITORING": "true"}) == []
 
 
 @pytest.mark.quick
