@@ -163,7 +163,7 @@ def _expected(error: ErrorDetails) -> str:
     context = {
         name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in error.get("ctx", {}).items()
     }
-    return _EXPECTED.get(error["type"], error["msg"]).format(**context)
+    return _EXPECTED[error["type"]].format(**context) if error["type"] in _EXPECTED else error["msg"]
 
 
 def nearest_key(key: str, known: set[str]) -> str:
