@@ -100,7 +100,7 @@ class LogConfig:
         10,
         "optimizer steps between log records",
         at_least=1,
-        advice="On a GPU, which never waits for a record, each is written one step late",
+        advice="On a GPU each record is a synchronization of host and device",
     )
     noise_levels: int = setting(
         5, "number of equal noise bins in [0, 1] whose losses are logged separately; 1: none", at_least=1, at_most=10

@@ -146,7 +146,7 @@ def _key(error: ErrorDetails, tree: Any) -> str:
 def _problem(key: str, errors: Sequence[ErrorDetails], known: set[str]) -> str:
     """Return the message of the errors at `key`, which are several for a union."""
     kind, value = errors[0]["type"], errors[0]["input"]
-    if kind in ("unexpected_keyword_argument", "invalid_key"):
+    if kind == "unexpected_keyword_argument":
         return f"unknown key {short_repr(key)}: {nearest_key(key, known)}"
     if kind == "value_error":  # of __post_init__, whose message begins with the name of the setting
         return f"{key}.{errors[0]['ctx']['error']}".lstrip(".")
@@ -163,7 +163,7 @@ def _expected(error: ErrorDetails) -> str:
     context = {
         name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in error.get("ctx", {}).items()
     }
-    return _EXPECTED.get(error["type"], error["msg"]).format(**context)
+    return _EXPECTED[error["type"]].format(**context) if error["type"] in _EXPECTED else error["msg"]
 
 
 def nearest_key(key: str, known: set[str]) -> str:

@@ -160,9 +160,12 @@ def test_wrong_tensors_are_named_and_nothing_is_loaded():
     assert (bits(model_state(model)), bits(optimizer_state(optimizer, model))) == before
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_nonfinite_weights_are_never_saved(tmp_path, value):
-    model = Tied()
+def test_nonfinite_weights_are_never_saved(tmp_path, value, dtype):
+    model = Tied().to(dtype)
+    write_tensors(tmp_path / "largest", {"largest": torch.tensor([torch.finfo(dtype).max], dtype=dtype)})
+    (tmp_path / "largest").unlink()
     with torch.no_grad():
         model.body.bias[3] = value
     store = CheckpointStore(tmp_path, Retention(last=1))
