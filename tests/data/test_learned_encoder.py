@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmldlm.data.encoders import LearnedEncoder, load_encoder
-from mmldlm.data.encoders.autoencoder import (
+from mmldlm.data.encoders.learned import (
     AutoencoderSizes,
     length_batches,
     pad_tokens,

@@ -14,6 +14,7 @@ import numpy as np
 from mmldlm.data.prepare.corpus import (
     GROUPS_FILE,
     SPLITS_FILE,
+    USES_FILE,
     DocumentCacheWriter,
     assign_split,
     exact_group,
@@ -22,7 +23,6 @@ from mmldlm.data.prepare.corpus import (
 from mmldlm.data.prepare.documents import Chunk, Document, DocumentStream, Problem
 from mmldlm.data.prepare.inputs import get_reader
 from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.latent_pairing import USES_FILE
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers import python_docs
 from mmldlm.data.prepare.readers.latents import POSITION, LatentFile
