@@ -83,15 +83,11 @@ def _shared_properties(manifest: Manifest) -> dict[str, Any]:
 def _pooled_manifest(sources: Sequence[Source]) -> Manifest:
     """Return the manifest of the mixture: summed counts, the largest length, pooled latent statistics, and no files."""
     manifests = [source.manifest for source in sources]
-    splits = {
-        name: SplitInfo(
-            samples=sum(manifest.splits[name].samples for manifest in manifests),
-            tokens=sum(manifest.splits[name].tokens for manifest in manifests),
-            characters=sum(manifest.splits[name].characters for manifest in manifests),
-            shards=(),
-        )
-        for name in manifests[0].splits
-    }
+    splits = {}
+    for name in manifests[0].splits:
+        totals = [manifest.splits[name] for manifest in manifests]
+        sums = {key: sum(getattr(total, key) for total in totals) for key in ("samples", "tokens", "characters")}
+        splits[name] = SplitInfo(**sums, shards=())
     max_length = max(manifest.max_length for manifest in manifests)
     latent = pooled_latents([(source.manifest.latent, float(source.share)) for source in sources])
     return replace(manifests[0], max_length=max_length, latent=latent, splits=splits, files={})

@@ -5,7 +5,7 @@ Shape letters: n latents, M latent tokens of a sample, C latent channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import SequenceMatcher
 
 import numpy as np
@@ -24,13 +24,6 @@ def unit_vectors(latents: np.ndarray) -> np.ndarray:
     return flat / np.maximum(np.linalg.norm(flat, axis=1, keepdims=True), 1e-12)
 
 
-def latent_blocks(split: Split) -> Iterator[np.ndarray]:
-    """Yield the latents of all samples in order, on the encoder's scale, in blocks float64 [block, M, C]."""
-    for shard in split.shards:
-        for first in range(0, len(shard.latents), _BLOCK_SAMPLES):
-            yield shard.latents[first : first + _BLOCK_SAMPLES].astype(np.float64)
-
-
 def nearest_neighbors(
     store: Store, split: Split, latents: np.ndarray, count: int, exclude: Sequence[int | None] = ()
 ) -> list[list[tuple[int, float]]]:
@@ -41,7 +34,12 @@ def nearest_neighbors(
     """
     queries, first = unit_vectors(store.standardize(latents)), 0
     best: list[list[tuple[float, int]]] = [[] for _ in latents]
-    for block in latent_blocks(split):
+    blocks = (
+        shard.latents[start : start + _BLOCK_SAMPLES].astype(np.float64)
+        for shard in split.shards
+        for start in range(0, len(shard.latents), _BLOCK_SAMPLES)
+    )
+    for block in blocks:
         cosines = queries @ unit_vectors(store.standardize(block)).T  # [n, block]
         for query, index in enumerate(exclude):
             if index is not None and first <= index < first + len(block):

@@ -207,10 +207,15 @@ class Split:
             by_source.setdefault(self.sources[source].name, []).append(index - int(self.source_starts[source]))
         return by_source
 
+    def _place(self, index: int) -> tuple[Source, int]:
+        """Return the source of a sample, and its index within it."""
+        source = int(self.source_of(np.array(index)))
+        return self.sources[source], index - int(self.source_starts[source])
+
     def sample_name(self, index: int) -> str:
         """Return the name STORE:INDEX of a sample, by the index within its store."""
-        source = int(self.source_of(np.array(index)))
-        return f"{self.sources[source].name}:{index - int(self.source_starts[source])}"
+        source, index_in_source = self._place(index)
+        return f"{source.name}:{index_in_source}"
 
     def index_of(self, name: str) -> int:
         """Return the index of the sample STORE:INDEX; ConfigError if there is none."""
@@ -290,9 +295,9 @@ class Split:
         return f"{self._describe(index, 'latents')}: the latent is not finite, expected finite numbers"
 
     def _describe(self, index: int, kind: str) -> str:
-        shard, source = int(self.shard_of(np.array(index))), int(self.source_of(np.array(index)))
-        row, index_in_source = index - self.shard_starts[shard], index - self.source_starts[source]
-        return f"{self.shards[shard].path(kind)}: sample {row} (row {index_in_source} of split {self.name})"
+        shard = int(self.shard_of(np.array(index)))
+        row = index - self.shard_starts[shard]
+        return f"{self.shards[shard].path(kind)}: sample {row} (row {self._place(index)[1]} of split {self.name})"
 
 
 class SampleLengths:

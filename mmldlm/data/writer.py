@@ -51,12 +51,6 @@ class Contents:
     latent_sum: np.ndarray  # float64 [C], of the training split, over n and M
     max_length: int = 0
 
-    @classmethod
-    def empty(cls, vocab_size: int, channels: int) -> Contents:
-        """Return the totals of no shards."""
-        shards: dict[str, list[ShardInfo]] = {split: [] for split in SPLITS}
-        return cls(shards, dict.fromkeys(SPLITS, 0), np.zeros(vocab_size, np.int64), np.zeros(channels))
-
     def add(self, other: Contents) -> None:
         """Add the totals of the shards that follow in the store; sums of floats depend on this order."""
         for split in SPLITS:
@@ -140,7 +134,10 @@ class ShardWriter:
     ):
         self.folder, self.shard_samples = folder, shard_samples
         self.latent_shape, self.token_dtype, self.latent_dtype = latent_shape, token_dtype, latent_dtype
-        self._contents = Contents.empty(vocab_size, latent_shape[1])
+        self._contents = Contents(
+            {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0), np.zeros(vocab_size, np.int64),
+            np.zeros(latent_shape[1]),
+        )  # fmt: skip
         self._open: dict[str, dict[str, _GrowingArray]] = {}  # arrays of the current shard, by split
 
     def __enter__(self) -> ShardWriter:

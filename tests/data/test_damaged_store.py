@@ -60,36 +60,13 @@ def swap(folder: Path, kind: str) -> None:
     (folder / "aside").rename(other)
 
 
-FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "bit of a token": (lambda store: flip_bit(store / "train-00003.tokens.npy"), "train-00003.tokens.npy: damaged"),
-    "bit of a latent": (lambda store: flip_bit(store / "train-00003.latents.npy"), "train-00003.latents.npy: damaged"),
-    "bit of an offset": (lambda store: flip_bit(store / "train-00004.offsets.npy", -9), "train-00004.offsets.npy: "),
-    "bit of a header": (lambda store: flip_bit(store / "train-00003.latents.npy", 100), "train-00003.latents.npy: "),
-    "bit of the validation": (lambda store: flip_bit(store / "validation-00000.latents.npy"), "validation-00000.late"),
-    "bit of a character count": (lambda store: flip_bit(store / "train-00000.characters.npy"), "train-00000.charac"),
-    "exchanged shards": (lambda store: swap(store, "latents"), "train-00001.latents.npy: damaged: SHA-256"),
-    "cut short": (lambda store: cut(store / "train-00005.latents.npy"), "train-00005.latents.npy: damaged"),
-    "missing": (lambda store: (store / "train-00002.tokens.npy").unlink(), "train-00002.tokens.npy: missing"),
-    "offsets that fall": (
-        lambda store: overwrite_value(store, "train-00001.offsets", 3, 10**6),
-        "train-00001.offsets.npy: ",
-    ),
-}
-
-
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
 @quick
-@pytest.mark.parametrize("fault", FAULTS)
 def test_a_damaged_store_is_refused_before_anything_is_made(
-    fault: str, shards: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    shards: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    damage, message = FAULTS[fault]
-    damage(shards)
+    flip_bit(shards / "train-00003.latents.npy")
     status = train.main([str(tiny_config), f"data.path={shards}"])
-    assert_user_error((status, capsys.readouterr().err), 65, message)
+    assert_user_error((status, capsys.readouterr().err), 65, "train-00003.latents.npy: damaged: SHA-256")
     assert not (tmp_path / "run").exists()
 
 

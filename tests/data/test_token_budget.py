@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -191,17 +190,3 @@ def test_the_curve_is_that_of_micro_batches_by_samples(tiny_config: Path, tmp_pa
     assert all(max(tokens) <= 40 and len(tokens) > 1 for tokens, _ in Recording.read["few"])
     logged = [record.get("data/micro_batch_tokens") for record in record_list(tmp_path / "stages")]
     assert logged == [30] * 3 + [90] * 2 + [None] * 3
-
-
-def test_reports_show_the_budget(tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = [str(tiny_config), "train.micro_batch_tokens=1500", "train.batch_schedule={2: {global_batch_size: 16}}"]
-    assert train.main([*settings, "train.steps=3", "validation.every=0"]) == 0
-    shown = capsys.readouterr().out
-    assert "batch        8 samples = 1 processes x micro-batches of up to 1,500 tokens\n" in shown
-    assert "16 samples = 1 processes x micro-batches of up to 1,500 tokens from step 2 on" in shown
-    report = json.loads((tmp_path / "run" / "startup.json").read_text())
-    assert report["micro_batch_tokens"] == 1500 and report["batch_schedule"]["2"]["micro_batch_tokens"] == 1500
-    assert train.main([*settings, "train.steps=1", "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert "global batch         8 samples = 1 processes x micro-batches of up to 1,500 tokens" in shown
-    assert "  from step 2        16 samples = 1 processes x micro-batches of up to 1,500 tokens" in shown

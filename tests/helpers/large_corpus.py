@@ -1,28 +1,14 @@
-"""A large synthetic corpus, and `mmldlm prepare` of it in a process whose memory is watched."""
+"""A large synthetic corpus."""
 
 from __future__ import annotations
 
-from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import psutil
 
-STAGES = ("read", "fit", "tokenize", "encode", "measure", "merge")
-_SAMPLE_S = 0.05
 WORDS = 50_000
 _CONSONANTS, _VOWELS = "bcdfghklmnprstvz", "aeiou"
 _AT_ONCE = 10_000  # documents of one random state
-
-
-def resident(process: psutil.Process) -> int:
-    """Return the resident bytes of a process and its descendants."""
-    total = 0
-    with suppress(psutil.NoSuchProcess):
-        for each in [process, *process.children(recursive=True)]:
-            with suppress(psutil.NoSuchProcess):
-                total += each.memory_info().rss
-    return total
 
 
 def vocabulary(size: int = WORDS) -> np.ndarray:

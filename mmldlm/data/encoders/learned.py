@@ -1,27 +1,31 @@
 """`LearnedEncoder`: several latents of a text by a small autoencoder, trained on the corpus.
 
-Shape letters: n texts, M latent tokens of a sample, C latent channels.
+The autoencoder maps a text's tokens to a few latents, and noised latents back to its tokens. The decoder is trained by
+masked denoising, since that is how the latents are read later: a network that generates text from them sees the latents
+and the tokens that are not masked yet. Where many are masked, only the latents tell the tokens, so these have to carry
+the text. Noise on the decoder's input (as in LDLM, arXiv 2605.07933) gives texts that are alike near latents, and makes
+latents readable that a diffusion model generated, which are never exact.
+
+Shape letters: n texts, B texts of a batch, L tokens of the longest one, M latents of a text, C channels, W width, V
+vocabulary.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from mmldlm.data.encoders.autoencoder import (
-    AutoencoderSizes,
-    TextEncoder,
-    length_batches,
-    pad_tokens,
-    train_autoencoder,
-)
 from mmldlm.data.encoders.base import make_identity, write_description
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
@@ -29,7 +33,165 @@ from mmldlm.errors import DataError
 if TYPE_CHECKING:
     from mmldlm.utils.progress import Progress
 
+HEAD_WIDTH = 32
 _WEIGHTS, _TOKENIZER = "learned.safetensors", "tokenizer"
+_BATCH_TOKENS = 768  # of a step, with padding: its time does not depend on the lengths of the texts
+_WINDOW = 4096  # texts that are sorted by length and divided into batches
+_NOISE = 0.5  # standard deviation on the decoder's input, in units of the latents' root mean square
+_LEARNING_RATE, _WARMUP, _CLIP_NORM = 3e-3, 0.1, 1.0
+
+
+@dataclass(frozen=True)
+class AutoencoderSizes:
+    """Sizes of the networks; `width` is a multiple of `HEAD_WIDTH`, and encoder and decoder have `depth` layers."""
+
+    vocab_size: int
+    latent_tokens: int
+    channels: int
+    width: int
+    depth: int = 2
+
+
+class TextEncoder(nn.Module):
+    """Transformer over a text's tokens, without a causal mask; its outputs are averaged around M points of the text."""
+
+    def __init__(self, sizes: AutoencoderSizes):
+        super().__init__()
+        self.embedding = nn.Embedding(sizes.vocab_size, sizes.width)
+        self.layers = _transformer(sizes)
+        self.to_latent = nn.Linear(sizes.width, sizes.channels)
+        self._latent_tokens = sizes.latent_tokens
+        nn.init.normal_(self.embedding.weight, std=sizes.width**-0.5)
+
+    def forward(self, ids_BL: Tensor, padding_BL: Tensor) -> Tensor:
+        """Return latents of unit norm, [B, M, C]; positions with `padding_BL` are ignored."""
+        hidden_BLW = self.layers(self.embed(ids_BL), src_key_padding_mask=padding_BL)
+        weights_BML = point_weights(padding_BL, self._latent_tokens)
+        points_BMW = weights_BML / weights_BML.sum(2, keepdim=True) @ hidden_BLW
+        return F.normalize(self.to_latent(points_BMW), dim=-1)
+
+    def embed(self, ids_BL: Tensor) -> Tensor:
+        """Return embeddings of tokens with their positions (sinusoids: arXiv 1706.03762, section 3.5), [B, L, W]."""
+        width = self.embedding.embedding_dim
+        frequency = torch.exp(-math.log(10_000.0) * torch.arange(0, width, 2, dtype=torch.float32) / width)
+        angle = torch.arange(ids_BL.shape[1], dtype=torch.float32)[:, None] * frequency
+        return self.embedding(ids_BL) * width**0.5 + torch.cat([angle.sin(), angle.cos()], dim=-1)
+
+
+class TextAutoencoder(nn.Module):
+    """`TextEncoder`, and a transformer that predicts masked tokens from noised latents and the other tokens."""
+
+    def __init__(self, sizes: AutoencoderSizes):
+        super().__init__()
+        self.encoder = TextEncoder(sizes)
+        self.from_latent = nn.Linear(sizes.channels, sizes.width)
+        self.layers = _transformer(sizes)
+        self.bias = nn.Parameter(torch.zeros(sizes.vocab_size))
+
+    def decode(self, latents_BMC: Tensor, ids_BL: Tensor, padding_BL: Tensor, masked_BL: Tensor) -> Tensor:
+        """Return logits of the tokens at `masked_BL`, [masked, V], from latents of norm sqrt(C), perhaps with noise."""
+        weights_BLM = point_weights(padding_BL, latents_BMC.shape[1]).transpose(1, 2)
+        weights_BLM = weights_BLM / weights_BLM.sum(2, keepdim=True).clamp_min(1e-6)  # padding has none
+        inputs = self.encoder.embed(ids_BL) + weights_BLM @ self.from_latent(latents_BMC)
+        hidden = self.layers(inputs, src_key_padding_mask=padding_BL)
+        return F.linear(hidden[masked_BL], self.encoder.embedding.weight, self.bias)
+
+
+def point_weights(padding_BL: Tensor, latent_tokens: int) -> Tensor:
+    """Return how near tokens are to the centers of M equal parts of the text, the points, [B, M, L]; 0 for padding.
+
+    The weight falls linearly with the distance between a token's center and the point. It reaches 0 at the length of a
+    part, or of a token where that is longer: so every point has a token, and every token a point.
+    """
+    lengths_B11 = (~padding_BL).sum(1)[:, None, None]
+    tokens_B1L = (torch.arange(padding_BL.shape[1]) + 0.5) / lengths_B11
+    points_M1 = (torch.arange(latent_tokens)[:, None] + 0.5) / latent_tokens
+    reach_B11 = (1 / lengths_B11).clamp_min(1 / latent_tokens)
+    return (1 - (tokens_B1L - points_M1).abs() / reach_B11).clamp_min(0).masked_fill(padding_BL[:, None], 0.0)
+
+
+def _transformer(sizes: AutoencoderSizes) -> nn.TransformerEncoder:
+    width = sizes.width
+    layer = nn.TransformerEncoderLayer(
+        width, width // HEAD_WIDTH, 4 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+    )
+    return nn.TransformerEncoder(layer, sizes.depth, nn.LayerNorm(width), enable_nested_tensor=False)
+
+
+def pad_tokens(tokens: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
+    """Return ids [B, L] of texts given as int64 arrays, and which positions are padding."""
+    ids = pad_sequence([torch.from_numpy(text) for text in tokens], batch_first=True)
+    lengths = torch.tensor([len(text) for text in tokens])
+    return ids, torch.arange(ids.shape[1]) >= lengths[:, None]
+
+
+def length_batches(lengths: np.ndarray, max_tokens: int = _BATCH_TOKENS) -> list[np.ndarray]:
+    """Return batches of indices of texts of similar length: at most `max_tokens` with padding, or a single text."""
+    order = np.argsort(lengths, kind="stable")
+    batches, start = [], 0
+    for stop in range(1, len(order) + 1):
+        if stop == len(order) or (stop + 1 - start) * lengths[order[stop]] > max_tokens:
+            batches.append(order[start:stop])
+            start = stop
+    return batches
+
+
+def train_autoencoder(
+    tokens: Sequence[np.ndarray], mask_id: int, sizes: AutoencoderSizes, steps: int, seed: int, progress: Progress
+) -> TextAutoencoder:
+    """Train an autoencoder on texts given as int64 arrays, none of them empty; deterministic on one thread.
+
+    `seed` is that of weights, order, masks and noise.
+    """
+    # Modules draw their weights from the global generator, whose state is restored afterwards.
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        model = TextAutoencoder(sizes)
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, _LEARNING_RATE, total_steps=steps + 1, pct_start=_WARMUP, cycle_momentum=False
+    )
+    losses = []
+    batches = _training_batches(np.array([len(text) for text in tokens]), np.random.default_rng(seed))
+    for _ in progress.track(range(steps), "steps", steps):
+        ids, padding = pad_tokens([tokens[index] for index in next(batches)])
+        loss = _denoising_loss(model, ids, padding, mask_id, generator)
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), _CLIP_NORM)
+        optimizer.step()
+        schedule.step()
+        losses.append(float(loss.detach()))
+    last = losses[-max(1, steps // 10) :]
+    progress.line(f"learned encoder: {sum(last) / len(last):.2f} nats for a masked token given the noised latents")
+    return model.eval()
+
+
+def _denoising_loss(
+    model: TextAutoencoder, ids_BL: Tensor, padding_BL: Tensor, mask_id: int, generator: torch.Generator
+) -> Tensor:
+    """Return the mean nats of masked tokens; of a text of L tokens, a uniformly drawn number from 1 to L is masked."""
+    uniform = torch.rand(ids_BL.shape, generator=generator).masked_fill(padding_BL, 2.0)
+    share = 1 - torch.rand(len(ids_BL), 1, generator=generator)  # in (0, 1]
+    rank = uniform.argsort(dim=1).argsort(dim=1)
+    masked = rank < (share * (~padding_BL).sum(1, keepdim=True)).ceil()
+    latents = model.encoder(ids_BL, padding_BL)
+    noise = torch.randn(latents.shape, generator=generator)
+    noised = latents * latents.shape[-1] ** 0.5 + _NOISE * noise
+    logits = model.decode(noised, ids_BL.masked_fill(masked, mask_id), padding_BL, masked)
+    return F.cross_entropy(logits, ids_BL[masked])
+
+
+def _training_batches(lengths: np.ndarray, draw: np.random.Generator) -> Iterator[np.ndarray]:
+    """Yield batches of indices without end; in each epoch every text occurs once."""
+    while True:
+        order = draw.permutation(len(lengths))
+        for start in range(0, len(order), _WINDOW):
+            window = order[start : start + _WINDOW]
+            batches = length_batches(lengths[window])
+            for index in draw.permutation(len(batches)):
+                yield window[batches[index]]
 
 
 class LearnedEncoder:

@@ -22,6 +22,9 @@ TRAIN = SPLITS.index("train")
 EXCLUDED = 255  # the split of documents that are not in the store
 # Of each document of a chunk: uint8 [n], index of its split; uint64 [n], hash of its group
 SPLITS_FILE, GROUPS_FILE = "splits.npy", "groups.npy"
+# The latents in a file to which the documents refer: int64 [k, 4], with the row of the latents, the index of the
+# document in the cache or -1 if it is a problem, the index of its source in the result of the chunk, its line.
+USES_FILE = "uses.npy"
 SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alone does not determine
 _DOCUMENTS, _OFFSETS = "documents", "offsets.npy"
 _MAX_GROUPS_IN_MEMORY = 1 << 22

@@ -25,15 +25,7 @@ SUFFIXES: dict[str, Format] = {
 _BATCH_SIZE = 512
 _T = TypeVar("_T")
 ProblemKind = Literal[
-    "empty",
-    "unreadable",
-    "invalid",
-    "mismatch",
-    "unencodable",
-    "no_latent",
-    "too_short",
-    "too_long",
-    "unused_latent",
+    "empty", "unreadable", "invalid", "mismatch", "unencodable", "no_latent", "too_short", "too_long", "unused_latent"
 ]
 
 

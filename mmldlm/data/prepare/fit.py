@@ -1,4 +1,4 @@
-"""Stage `fit`, one task for all chunks: find duplicates, fit the tokenizer and the encoder.
+"""Stage `fit`, one task for all chunks: check imported latents, find duplicates, fit the tokenizer and the encoder.
 
 Both are fitted to the training split only, and to a sample of a large one (`--fit-documents`), so memory is bounded.
 """
@@ -13,6 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmldlm.data.encoders import (
     ChunkedEncoder,
     ImportedLatents,
@@ -22,15 +24,17 @@ from mmldlm.data.encoders import (
     SentenceTransformerEncoder,
     load_encoder,
 )
-from mmldlm.data.prepare.corpus import SPLITS_FOLDER, TRAIN, Corpus
+from mmldlm.data.prepare.corpus import SPLITS_FOLDER, TRAIN, USES_FILE, Corpus, cached_documents
 from mmldlm.data.prepare.documents import Problem, batches
 from mmldlm.data.prepare.encode import make_samples
 from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.latent_pairing import find_misfits, first_latent_shape
 from mmldlm.data.prepare.options import PrepareConfig
+from mmldlm.data.prepare.readers.latents import LatentFile
 from mmldlm.data.prepare.report import ProblemLog, StageProgress, check_losses, check_problem_budget
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
+
+_Misfit = tuple[int, int | None, Problem]  # chunk, index of the document in it, problem
 
 
 def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
@@ -39,20 +43,19 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     Return statistics of the grouping, and problems. More of these than the options allow, or a split without documents,
     are a `DataError`.
     """
-    config, latents, results = job.config, job.latents, job.results("read")
+    config = job.config
     (folder / SPLITS_FOLDER).mkdir()
-    folders = [job.path("read", chunk) for chunk in job.chunks]
-    corpus = Corpus(folders, folder / SPLITS_FOLDER)
+    corpus = Corpus([job.path("read", chunk) for chunk in job.chunks], folder / SPLITS_FOLDER)
     # Unusable documents are excluded first: they must not decide on groups, tokenizer or encoder.
     with ProblemLog(config, folder, progress.reported) as problems:
         unusable: dict[int, list[int]] = {}
-        for number, index, problem in find_misfits(latents, folders, results):
+        for number, index, problem in _find_misfits(job):
             problems.add(problem)
             if index is not None:
                 unusable.setdefault(number, []).append(index)
         for number, indices in unusable.items():
             corpus.exclude(number, indices)
-    check_problem_budget(config, [*results, problems.result()])
+    check_problem_budget(config, [*job.results("read"), problems.result()])
     num_documents = sum(corpus.split_sizes().values())
     if not num_documents:
         raise DataError(f"{config.corpus or ', '.join(config.inputs)}: no documents; expected text")
@@ -84,7 +87,7 @@ def _fit_encoder(job: Job, texts: Iterable[str], tokenizer: Tokenizer, progress:
         # Included latents are part of the inputs, so the hashes of these identify them, unless the user does.
         digest = hashlib.sha256(json.dumps(job.plan.sources, sort_keys=True).encode()).hexdigest()
         revision = config.encoder_version or (latents.revision if latents else digest)
-        shape = latents.shape if latents else first_latent_shape(job.results("read"))
+        shape = latents.shape if latents else _first_latent_shape(job.results("read"))
         assert shape is not None, "a document without latents"
         return ImportedLatents(config.latents_of or kind, revision, shape, config.channels, config.normalise)
     if config.encoder_folder is not None:
@@ -137,3 +140,58 @@ def _training_texts(corpus: Corpus, tokenizer: Tokenizer, config: PrepareConfig)
     check_losses(config, counts)  # before the hours that encoding may take
     if not has_samples:
         raise DataError("split train has no samples; expected documents of at least --min-length tokens")
+
+
+# --- imported latents -----------------------------------------------------------------------------
+
+
+def _first_latent_shape(results: list[dict[str, Any]]) -> tuple[int, int] | None:
+    """Return the shape [M, C] of the first imported latents of all chunks, None if there are none."""
+    return next((tuple(shape) for result in results for shape in result["shapes"]), None)
+
+
+def _find_misfits(job: Job) -> Iterator[_Misfit]:
+    """Yield documents whose latents have a wrong shape or belong to an earlier document, and latents without one."""
+    # A file of latents has one shape; only included latents can differ.
+    if job.latents and not job.latents.by_position:
+        return _find_unpaired(job, job.latents)
+    return _find_misshapen(job)
+
+
+def _find_misshapen(job: Job) -> Iterator[_Misfit]:
+    """Yield documents whose latents have another shape than the first document's."""
+    results = job.results("read")
+    shape = _first_latent_shape(results)
+    for chunk, result in enumerate(results):
+        if all(tuple(other) == shape for other in result["shapes"]):
+            continue
+        for index, document in enumerate(cached_documents(job.path("read", chunk))):
+            if document.latents is not None and shape is not None and document.latents.shape != shape:
+                latents = list(document.latents.shape)
+                reason = f"sample {document.key}: latents {latents}, expected {list(shape)} like the first sample"
+                yield chunk, index, document.problem("mismatch", reason)
+
+
+def _find_unpaired(job: Job, latents: LatentFile) -> Iterator[_Misfit]:
+    """Yield documents whose latent belongs to an earlier document, then the latents without a document."""
+    results, names = job.results("read"), list[str]()
+    owners = np.full((len(latents.rows), 2), -1, np.int64)  # by row: chunk of its first use, index of that use
+    for chunk in job.chunks:
+        uses = np.load(job.path("read", chunk) / USES_FILE, allow_pickle=False)
+        for use, (row, index, source, line) in enumerate(uses.tolist()):
+            if owners[row, 0] < 0:
+                owners[row] = chunk, use
+            # A problem (-1) has been reported already and is in no store.
+            elif index >= 0:
+                # The ids in order of the rows, listed only once there is something to report.
+                names = names or list(latents.rows)
+                owner_chunk, owner_use = owners[row].tolist()
+                owner_uses = np.load(job.path("read", owner_chunk) / USES_FILE, mmap_mode="r", allow_pickle=False)
+                _, _, owner_source, owner_line = owner_uses[owner_use].tolist()
+                owner = f"{results[owner_chunk]['sources'][owner_source]}:{owner_line}"
+                reason = f"id {names[row]!r} is already used by {owner}"
+                yield chunk, index, Problem(results[chunk]["sources"][source], line, "mismatch", reason)
+    for key, row in latents.rows.items():
+        if owners[row, 0] < 0:
+            problem = Problem(str(latents.path), row + 1, "unused_latent", f"id {key!r} belongs to no document")
+            yield len(job.chunks), None, problem

@@ -25,10 +25,11 @@ from mmldlm.data.prepare.inputs import describe_sources, find_inputs, make_chunk
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers import python_docs
 from mmldlm.data.prepare.readers.latents import LatentFile
-from mmldlm.data.prepare.report import StageProgress
+from mmldlm.data.prepare.report import StageProgress, summary
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.utils.files import fsync, write_atomically
+from mmldlm.utils.progress import print_status
 
 _PLAN, _RESULT = "plan.json", "result.json"
 
@@ -170,7 +171,7 @@ class Job:
             shutil.rmtree(folder, ignore_errors=True)
 
     def existing_store(self) -> Manifest | None:
-        """Return the manifest of a store at `out` that holds what is asked for, None if one has to be made.
+        """Return the manifest of a store at `out` that holds what is asked for, and say so; None if one has to be made.
 
         Something else there, or other data without `--overwrite`, is a `DataError`.
         """
@@ -185,6 +186,7 @@ class Job:
         differing = config.differing(manifest.options) + (["sources"] if known != self.plan.sources else [])
         if differing:
             raise DataError(f"{out}: a store with other {', '.join(differing)}; expected a new folder, or --overwrite")
+        print_status(f"{out}: already prepared\n{summary(manifest)}")
         return manifest
 
 
@@ -192,19 +194,16 @@ class Stage(NamedTuple):
     """A stage: a function of one chunk, or of all at once, that needs all chunks of the stages before it.
 
     `run(job, chunk, folder, progress)` fills `folder` and returns JSON values; it depends on nothing but the job, the
-    chunk and the tasks of earlier stages. A job for which `when` is false does without the stage.
+    chunk and the tasks of earlier stages.
     """
 
     name: str
     title: str
     run: Callable[[Job, int, Path, StageProgress], dict[str, Any]]
     per_chunk: bool = True
-    when: Callable[[Job], bool] | None = None
 
     def missing(self, job: Job) -> list[int]:
         """Return the chunks whose tasks are not finished; 0 if the one task for all chunks is not."""
-        if self.when and not self.when(job):
-            return []
         return [chunk for chunk in (job.chunks if self.per_chunk else [0]) if not job.path(self.name, chunk).exists()]
 
 

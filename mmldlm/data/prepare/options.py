@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.data.encoders import ImportedLatents, read_description
-from mmldlm.data.encoders.autoencoder import HEAD_WIDTH
+from mmldlm.data.encoders.learned import HEAD_WIDTH
 from mmldlm.data.prepare.documents import FORMATS, TEXT_FORMATS, Format
 from mmldlm.data.prepare.readers.python_docs import CORPORA
 from mmldlm.data.tokenizer import BUILT_IN

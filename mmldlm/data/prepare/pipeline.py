@@ -28,7 +28,8 @@ from mmldlm.data.prepare.fit import fit
 from mmldlm.data.prepare.job import Job, Stage, make_plan
 from mmldlm.data.prepare.merge import latent_mean, measure_chunk, merge
 from mmldlm.data.prepare.options import PrepareConfig, parse_options
-from mmldlm.data.prepare.read import count_chunk, needs_counts, read_chunk
+from mmldlm.data.prepare.read import count_chunk, read_chunk
+from mmldlm.data.prepare.readers.latents import POSITION
 from mmldlm.data.prepare.report import StageProgress, summary
 from mmldlm.data.prepare.workers import run_in_process, worker_pool
 from mmldlm.errors import MmldlmError, PeerLostError, StoppedBySignal, StorageError, UsageError, run_command
@@ -36,14 +37,19 @@ from mmldlm.utils.lock import RunLock
 from mmldlm.utils.process import CONTINUE, stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, print_status
 
+COUNT = Stage("count", "counting documents", count_chunk)
 STAGES = (
-    Stage("count", "counting documents", count_chunk, when=needs_counts),
     Stage("read", "reading documents", read_chunk),
     Stage("fit", "fitting", fit, per_chunk=False),
     Stage("encode", "tokenizing and encoding", encode_chunk),
     Stage("mean", "averaging latents", latent_mean, per_chunk=False),
     Stage("measure", "measuring latents", measure_chunk),
 )
+
+
+def stages_of(job: Job) -> tuple[Stage, ...]:
+    """Return the stages of a job: if latents belong to documents by position, a chunk needs the sizes of the others."""
+    return (COUNT, *STAGES) if job.config.latent_ids == POSITION else STAGES
 
 
 def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTERVAL_S) -> Manifest:
@@ -61,10 +67,10 @@ def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTE
             stage_progress.phase("looking through the input", announce=False)
             job = Job(config, make_plan(config))
             # Without the lock, which would create the staging folder next to a finished store.
-            if not job.staging.exists() and (manifest := _existing_store(job)):
+            if not job.staging.exists() and (manifest := job.existing_store()):
                 return manifest
             with _locked(job):
-                if manifest := _existing_store(job):
+                if manifest := job.existing_store():
                     # Left by a process that was killed between publishing the store and removing its tasks.
                     if job.staged_plan() in ("", job.plan.to_json()):
                         shutil.rmtree(job.staging)
@@ -87,19 +93,11 @@ def prepare_on_cluster(config: PrepareConfig) -> None:
         raise UsageError(f"--cluster {config.cluster} needs {error.name}: pip install mmldlm[cluster]") from None
     options = executor_options(config)
     job = Job(config, make_plan(config))
-    if not _existing_store(job):
+    if not job.existing_store():
         # Only to set up the folder: the tasks run elsewhere, and the merge takes the lock again.
         with _locked(job):
             job.open_staging()
-        run_on_cluster(job, STAGES, options)
-
-
-def _existing_store(job: Job) -> Manifest | None:
-    """Return the manifest of the store and say so, if it has what is asked for."""
-    manifest = job.existing_store()
-    if manifest:
-        print_status(f"{job.out}: already prepared\n{summary(manifest)}")
-    return manifest
+        run_on_cluster(job, stages_of(job), options)
 
 
 @contextmanager
@@ -116,7 +114,7 @@ def _run_stages(job: Job, progress: StageProgress) -> None:
     """Run what is missing of all stages on this machine, and remove the staging folder."""
     try:
         with worker_pool(job) as run_in_pool:
-            for stage in STAGES:
+            for stage in stages_of(job):
                 if missing := stage.missing(job):
                     with progress.timed(stage.name):
                         (run_in_pool if stage.per_chunk else run_in_process)(job, stage, missing, progress)

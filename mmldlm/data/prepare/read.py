@@ -14,6 +14,7 @@ import numpy as np
 from mmldlm.data.prepare.corpus import (
     GROUPS_FILE,
     SPLITS_FILE,
+    USES_FILE,
     DocumentCacheWriter,
     assign_split,
     exact_group,
@@ -22,18 +23,12 @@ from mmldlm.data.prepare.corpus import (
 from mmldlm.data.prepare.documents import Chunk, Document, DocumentStream, Problem
 from mmldlm.data.prepare.inputs import get_reader
 from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.latent_pairing import USES_FILE
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers import python_docs
-from mmldlm.data.prepare.readers.latents import POSITION, LatentFile
+from mmldlm.data.prepare.readers.latents import LatentFile
 from mmldlm.data.prepare.report import DOCUMENTS, ProblemLog, StageProgress
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
-
-
-def needs_counts(job: Job) -> bool:
-    """Return whether latents belong to documents by position, so that reading a chunk takes the sizes of the others."""
-    return job.config.latent_ids == POSITION
 
 
 def count_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
@@ -53,7 +48,7 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
     sources: dict[str, int] = {}
     origins: Counter[str] = Counter()
     first_position = 0
-    if latents and needs_counts(job):
+    if latents and latents.by_position:
         counts = [result["count"] for result in job.results("count")]
         if sum(counts) != len(latents.rows):
             raise DataError(

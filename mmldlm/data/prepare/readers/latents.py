@@ -80,7 +80,7 @@ class LatentFile:
         """Yield documents with their latents, by `key` or by their position in the input, and the rows of these.
 
         `first_position` is that of the first document or problem. A problem has no row unless the latents of that row
-        are the problem. That no row is used twice is checked with the documents of all chunks (`latent_pairing`).
+        are the problem. That no row is used twice is checked with the documents of all chunks (`fit.py`).
         """
         for position, item in enumerate(documents, first_position):
             if isinstance(item, Problem):

@@ -72,12 +72,12 @@ def read_corpus(corpus: str, track: Callable[[Iterable[Document], str], Iterable
     documents = list(track(read_python_docs(), "sentences"))  # most of the time
     counts = Counter(word for document in documents for word in split_words(document.text))
     common = set(sorted(counts, key=lambda word: (-counts[word], word))[:NUM_COMMON_WORDS])
-    yield from without_near_copies(document for document in documents if _is_simple(document.text, common))
-
-
-def _is_simple(text: str, common: set[str]) -> bool:
-    parts = [split_words(part) for part in text.split()]
-    return len(parts) <= MAX_SIMPLE_WORDS and all(part and common.issuperset(part) for part in parts)
+    parts_of_documents = ((document, [split_words(part) for part in document.text.split()]) for document in documents)
+    yield from without_near_copies(
+        document
+        for document, parts in parts_of_documents
+        if len(parts) <= MAX_SIMPLE_WORDS and all(part and common.issuperset(part) for part in parts)
+    )
 
 
 def without_near_copies(documents: Iterable[Document]) -> Iterator[Document]:

@@ -7,6 +7,7 @@ Each format is a pair of functions: `*_parts` cuts an input into parts of whole 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -42,7 +43,7 @@ def parquet_parts(path: str, target_bytes: int) -> list[Part]:
     return _join(path, [(group.num_rows, group.total_byte_size) for group in groups], target_bytes)
 
 
-def read_parquet(part: Part, field: str, columns: Columns = NO_COLUMNS) -> DocumentStream:
+def read_parquet(part: Part, field: str | None, columns: Columns = NO_COLUMNS) -> DocumentStream:
     """Yield the documents and problems of a part of a Parquet file; their `line` is the row, from 1."""
     with _pyarrow_reading(part.path) as library, library.parquet.ParquetFile(_source(part.path)) as file:
         names = _column_names(part.path, file.schema_arrow, field, columns)
@@ -74,23 +75,23 @@ def datasets_parts(path: str, target_bytes: int) -> list[Part]:
 
 
 def read_latent_table(path: Path) -> tuple[list[str], np.ndarray]:
-    """Return the ids and the latents [n, C] or [n, M, C] of a Parquet file with the columns `id` and `latents`.
+    """Return the ids and the latents [n, M, C] of a Parquet file with the columns `id` and `latents`.
 
     A file that cannot be read, or that has latents of different shapes, is a `DataError`.
     """
-    columns = Columns(latents="latents", key="id")
-    with _pyarrow_reading(path) as library, library.parquet.ParquetFile(path) as file:
-        names = _column_names(str(path), file.schema_arrow, None, columns)
-        ids, latents = list[str](), list[np.ndarray]()
-        for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=names):
-            ids += map(str, _values(batch.column(batch.schema.get_field_index("id"))))
-            for value in _values(batch.column(batch.schema.get_field_index("latents"))):
-                array = _to_array(value)
-                if array is None or (latents and array.shape != latents[0].shape):
-                    shape = "none" if array is None else list(array.shape)
-                    expected = list(latents[0].shape) if latents else "[C] or [M, C]"
-                    raise DataError(f"{path}: id {ids[len(latents)]!r}: latents {shape}, expected {expected}")
-                latents.append(array)
+    ids, latents = list[str](), list[np.ndarray]()
+    for part in parquet_parts(str(path), sys.maxsize):
+        for item in read_parquet(part, None, Columns(latents="latents", key="id")):
+            if isinstance(item, Problem):
+                raise DataError(str(item))
+            array = item.latents
+            assert array is not None, "a document without latents"
+            if latents and array.shape != latents[0].shape:
+                raise DataError(
+                    f"{path}: id {item.key!r}: latents {list(array.shape)}, expected {list(latents[0].shape)}"
+                )
+            ids.append(item.key)
+            latents.append(array)
     return ids, np.stack(latents) if latents else np.empty((0, 0), np.float32)
 
 
@@ -204,7 +205,7 @@ def _kind(column_type: Any) -> str:
     return "text" if is_text else "other"
 
 
-def _documents(part: Part, batches: Iterable[Any], field: str, columns: Columns) -> DocumentStream:
+def _documents(part: Part, batches: Iterable[Any], field: str | None, columns: Columns) -> DocumentStream:
     """Yield the documents and problems of the record batches of a part."""
     row = part.first_line
     for record_batch in batches:
@@ -235,15 +236,15 @@ def _values(column: Any) -> Any:
     return values
 
 
-def _document(path: str, line: int, values: dict[str, Any], field: str, columns: Columns) -> Document | Problem:
+def _document(path: str, line: int, values: dict[str, Any], field: str | None, columns: Columns) -> Document | Problem:
     """Return the document of a row, or its first problem; `values` is by column."""
     problems: list[tuple[ProblemKind, str]] = []
-    text = values.get(field)
+    text = values.get(field) if field else None
     tokens = latents = None
     key = ""
     if isinstance(text, UnicodeDecodeError):
         problems.append(("unreadable", f"column {field!r} is not UTF-8"))
-    elif columns.tokens is None and not (text or "").strip():
+    elif field and columns.tokens is None and not (text or "").strip():
         problems.append(("empty", "empty document"))
     if columns.tokens is not None:
         tokens = _to_array(values[columns.tokens])
