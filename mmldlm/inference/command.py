@@ -32,6 +32,7 @@ MAX_POINTS, DEFAULT_POINTS = 1000, 7
 MAX_ROUNDS = 4  # of draws, for distinct candidates
 _SEED_STRIDE = 2**32  # between the seeds of two rounds: no seed that is usually given
 
+_BOUNDS = {"count": (1, None), "length": (1, None), "span_length": (1, None), "points": (2, MAX_POINTS)}
 # Options, and one that each needs; or some that it excludes, and why.
 _NEEDS = {"texts": "out", "points": "interpolate", "like": "edit", "span_length": "edit"}
 _EXCLUDES = {
@@ -88,12 +89,7 @@ def check_options(options: argparse.Namespace, given: set[str]) -> None:
     suffixes = (".jsonl",) if options.texts else (".npy", ".jsonl")
     if out and (out.suffix not in suffixes or not out.absolute().parent.is_dir()):
         raise UsageError(f"--out: expected a {' or '.join(suffixes)} file in an existing folder, found {out}")
-    for name, minimum, maximum in (
-        ("count", 1, None),
-        ("length", 1, None),
-        ("points", 2, MAX_POINTS),
-        ("span_length", 1, None),
-    ):
+    for name, (minimum, maximum) in _BOUNDS.items():
         value = getattr(options, name)
         if value is not None and not minimum <= value <= (maximum or value):
             expected = f"{minimum} to {maximum}" if maximum else f"at least {minimum}"
