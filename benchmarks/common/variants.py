@@ -29,7 +29,7 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model.attention import BACKENDS
 from mmldlm.model.cpu_half import has_bf16_instructions
-from mmldlm.model.mmdit import DataShape, Prediction
+from mmldlm.model.mmdit import DataShape, Prediction, Rows
 from mmldlm.run.compatibility import data_shape
 from mmldlm.run.factory import build_objective, corrupt_step
 from mmldlm.train import train_step
@@ -238,12 +238,11 @@ class WholeBackbone(nn.ModuleList):
     def _recomputed(self, *arguments: Any) -> Any:
         return checkpoint(self._all, *arguments, use_reentrant=False, preserve_rng_state=False)
 
-    def _all(self, text: Tensor, latent: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def _all(self, text: Tensor, latent: Tensor, conditioning: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         *blocks, last_block = super().__iter__()
-        *others, read = arguments
         for block in blocks:
-            text, latent = block(text, latent, *others)
-        return last_block(text, latent, *others, read)
+            text, latent = block(text, latent, conditioning, rows._replace(kept=None))
+        return last_block(text, latent, conditioning, rows)
 
 
 class FeedTrainer(Trainer):

@@ -9,80 +9,54 @@ from typing import Any
 from mmldlm.optim.ema import WEIGHTS_LABELS
 from mmldlm.utils.format import format_number
 
-# (name, key, keys of the baselines by label). The key with `_ci95` appended, if there is one, has the interval.
+# (name, key, baselines by label: keys, or what is appended to the key). The interval's key is the one with `_ci95`.
 Row = tuple[str, str, dict[str, str]]
 
 _number = partial(format_number, decimals=3)
 
 _LIKELIHOOD: list[Row] = [
     ("  without similar documents", "bits_per_token_novel", {"all": "bits_per_token"}),
-    ("  exact, by confidence", "bits_per_token_by_confidence", {"bound": "bits_per_token_by_confidence_bound"}),
+    ("  exact, by confidence", "bits_per_token_by_confidence", {"bound": "_bound"}),
 ]
 _TEXT: list[Row] = [
     ("bits per token", "bits_per_token", {"unigram": "unigram_bits_per_token"}),
     ("bits per character", "bits_per_character", {"unigram": "unigram_bits_per_character"}),
     *_LIKELIHOOD,
-    (
-        "bits per token with length",
-        "bits_per_token_with_length",
-        {"unigram": "unigram_bits_per_token_with_length"},
-    ),
+    ("bits per token with length", "bits_per_token_with_length", {"unigram": "unigram_bits_per_token_with_length"}),
 ]
-_SUFFIXES = {"shuffled": "_shuffled", "mean": "_mean_latent", "unigram": "_unigram"}
-
-
-def _l2t_row(name: str, key: str, upper_bound: bool = False) -> Row:
-    baselines = {label: key + suffix for label, suffix in _SUFFIXES.items()}
-    return name, key, baselines | ({"references": f"{key}_true"} if upper_bound else {})
-
-
 _MEMORIZATION: list[Row] = [
-    ("similarity to training text", "training_similarity", {"held-out": "training_similarity_true"}),
-    ("copies of training texts", "training_copies", {"held-out": "training_copies_true"}),
+    ("similarity to training text", "training_similarity", {"held-out": "_true"}),
+    ("copies of training texts", "training_copies", {"held-out": "_true"}),
 ]
+_OTHERS = {"shuffled": "_shuffled", "mean": "_mean_latent", "unigram": "_unigram"}
 _L2T: list[Row] = [
-    (
-        "bits per token given the latent",
-        "bits_per_token",
-        {
-            **{label: f"bits_per_token{suffix}" for label, suffix in _SUFFIXES.items()},
-            "bag of words": "bits_per_token_bag_of_words",
-        },
-    ),
+    ("bits per token given the latent", "bits_per_token", {**_OTHERS, "bag of words": "_bag_of_words"}),
     *_LIKELIHOOD,
-    _l2t_row("token accuracy", "token_accuracy"),
-    _l2t_row("exact match", "exact_match"),
-    _l2t_row("BLEU", "bleu"),
-    _l2t_row("chrF", "chrf"),
-    _l2t_row("re-encoded cosine", "reencoded_cosine", upper_bound=True),
+    ("token accuracy", "token_accuracy", _OTHERS),
+    ("exact match", "exact_match", _OTHERS),
+    ("BLEU", "bleu", _OTHERS),
+    ("chrF", "chrf", _OTHERS),
+    ("re-encoded cosine", "reencoded_cosine", {**_OTHERS, "references": "_true"}),
     *_MEMORIZATION,
 ]
+_RANKS = {"chance": "_chance", "ridge": "_ridge"}
 _T2L: list[Row] = [
-    ("cosine", "cosine", {"mean": "cosine_mean_latent", "shuffled": "cosine_shuffled", "ridge": "cosine_ridge"}),
-    ("recall@1", "recall_at_1", {"chance": "recall_at_1_chance", "ridge": "recall_at_1_ridge"}),
-    ("recall@10", "recall_at_10", {"chance": "recall_at_10_chance", "ridge": "recall_at_10_ridge"}),
-    ("median rank", "median_rank", {"chance": "median_rank_chance", "ridge": "median_rank_ridge"}),
-    ("STS Spearman", "sts_spearman", {"shuffled": "sts_spearman_shuffled", "encoder": "sts_spearman_encoder"}),
+    ("cosine", "cosine", {"mean": "_mean_latent", "shuffled": "_shuffled", "ridge": "_ridge"}),
+    ("recall@1", "recall_at_1", _RANKS),
+    ("recall@10", "recall_at_10", _RANKS),
+    ("median rank", "median_rank", _RANKS),
+    ("STS Spearman", "sts_spearman", {"shuffled": "_shuffled", "encoder": "_encoder"}),
 ]
-_JOINT_SUFFIXES = {"held-out": "_true", "unigram": "_unigram"}
+_TEXTS = {"held-out": "_true", "unigram": "_unigram"}
 _JOINT: list[Row] = [
-    *(
-        (name, key, {label: key + suffix for label, suffix in _JOINT_SUFFIXES.items()})
-        for name, key in (
-            ("generative perplexity", "generative_perplexity"),
-            ("token entropy (bits)", "token_entropy"),
-            ("distinct-1", "distinct_1"),
-            ("distinct-2", "distinct_2"),
-            ("distinct-3", "distinct_3"),
-            ("repetition (4-grams)", "repetition_4"),
-        )
-    ),
-    (
-        "latent Frechet distance",
-        "frechet_distance",
-        {"held-out": "frechet_distance_true", "noise": "frechet_distance_noise"},
-    ),
-    ("re-encoded cosine", "reencoded_cosine", {"shuffled": "reencoded_cosine_shuffled"}),
+    ("generative perplexity", "generative_perplexity", _TEXTS),
+    ("token entropy (bits)", "token_entropy", _TEXTS),
+    ("distinct-1", "distinct_1", _TEXTS),
+    ("distinct-2", "distinct_2", _TEXTS),
+    ("distinct-3", "distinct_3", _TEXTS),
+    ("repetition (4-grams)", "repetition_4", _TEXTS),
+    ("latent Frechet distance", "frechet_distance", {"held-out": "_true", "noise": "_noise"}),
+    ("re-encoded cosine", "reencoded_cosine", {"shuffled": "_shuffled"}),
     *_MEMORIZATION,
 ]
 
@@ -125,8 +99,9 @@ def _section(title: str, rows: Iterable[Row], metrics: Mapping[str, Any]) -> lis
             continue
         low_high = metrics.get(f"{key}_ci95")
         interval = f"{_number(low_high[0])} to {_number(low_high[1])}" if low_high else ""
+        others = {label: key + other if other.startswith("_") else other for label, other in baselines.items()}
         baseline = ", ".join(
-            f"{label} {_number(metrics[other])}" for label, other in baselines.items() if other in metrics
+            f"{label} {_number(metrics[other])}" for label, other in others.items() if other in metrics
         )
         lines.append(f"  {name:<32}{_number(metrics[key]):>10}  {interval:<18}baseline: {baseline}")
     return lines

@@ -9,14 +9,13 @@ from dataclasses import asdict
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 
 from mmldlm.data.prepare.documents import Document
 from mmldlm.diffusion.noise import MODES
-from mmldlm.diffusion.sampling import Generation, SamplingConfig
+from mmldlm.diffusion.sampling import Generation
 from mmldlm.errors import UsageError
 from mmldlm.evaluation import cosine
 from mmldlm.inference import batch
@@ -25,7 +24,6 @@ from mmldlm.inference.edit import SpanEdit, mask_span
 from mmldlm.inference.generate import StepCallback, check_guidance, interpolate, sample
 from mmldlm.inference.live_view import LiveView
 from mmldlm.run.load import LoadedRun, add_run_options, add_settings, load_run
-from mmldlm.settings.declaration import dump
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
@@ -34,6 +32,7 @@ MAX_POINTS, DEFAULT_POINTS = 1000, 7
 MAX_ROUNDS = 4  # of draws, for distinct candidates
 _SEED_STRIDE = 2**32  # between the seeds of two rounds: no seed that is usually given
 
+_BOUNDS = {"count": (1, None), "length": (1, None), "span_length": (1, None), "points": (2, MAX_POINTS)}
 # Options, and one that each needs; or some that it excludes, and why.
 _NEEDS = {"texts": "out", "points": "interpolate", "like": "edit", "span_length": "edit"}
 _EXCLUDES = {
@@ -42,14 +41,6 @@ _EXCLUDES = {
     "like": (("latents",), ", whose latent is used"),
 }
 _EXCLUDED_BY_FILES = ("text", "interpolate", "edit", "watch")
-
-
-class _ReplacedBySetting(argparse.Action):
-    """An option of before that is a setting of `sampling` now."""
-
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        in_t2l = f", in t2l sampling.t2l_steps={values}" if self.dest == "steps" else ""
-        raise UsageError(f"{option_string}: gone, use sampling.{self.dest}={values}{in_t2l}")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -86,9 +77,6 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--edit", metavar="TEXT", help="regenerate the [span] of this text; \\[ and \\] are brackets")
     group.add_argument("--span-length", type=int, help="tokens to generate for the span; default: as many as it has")
     group.add_argument("--like", metavar="TEXT", help="--edit: use the latent of this text; default: of the edited one")
-    for name in dump(SamplingConfig()):
-        option = f"--{name.replace('_', '-')}"
-        parser.add_argument(option, action=_ReplacedBySetting, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     return parser
 
 
@@ -101,12 +89,7 @@ def check_options(options: argparse.Namespace, given: set[str]) -> None:
     suffixes = (".jsonl",) if options.texts else (".npy", ".jsonl")
     if out and (out.suffix not in suffixes or not out.absolute().parent.is_dir()):
         raise UsageError(f"--out: expected a {' or '.join(suffixes)} file in an existing folder, found {out}")
-    for name, minimum, maximum in (
-        ("count", 1, None),
-        ("length", 1, None),
-        ("points", 2, MAX_POINTS),
-        ("span_length", 1, None),
-    ):
+    for name, (minimum, maximum) in _BOUNDS.items():
         value = getattr(options, name)
         if value is not None and not minimum <= value <= (maximum or value):
             expected = f"{minimum} to {maximum}" if maximum else f"at least {minimum}"

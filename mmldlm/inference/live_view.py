@@ -23,8 +23,10 @@ class LiveView:
         self._tokenizer, self._stream, self._pause_s = tokenizer, stream or sys.stdout, pause_s
         console = Console(file=self._stream)
         self._live = None
-        if console.is_terminal and not console.is_dumb_terminal:
-            self._live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False)
+        if self._stream.isatty() and console.is_terminal and not console.is_dumb_terminal:
+            self._live = Live(
+                console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
+            )
             self._live.start()
         self._block = "░" if _can_write("░", self._stream) else "_"
 

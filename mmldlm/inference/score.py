@@ -69,7 +69,10 @@ def main(argv: list[str] | None = None) -> int:
             slots, first = torch.tensor(indices) % size, indices[0] // size * draws
             given = None if latents is None else run.store.standardize(latents)
             bounds = draw_bounds(run, tokens, given, slots, size, options.seed, range(first, first + draws))
-            return [_record(len(text), nats) for text, nats in zip(tokens, bounds.T, strict=True)], None
+            means = [(len(text), mean_of_draws(nats)) for text, nats in zip(tokens, bounds.T, strict=True)]
+            return [
+                {"tokens": count, "nats": mean.value, **_bits_per_token(mean * (1 / count))} for count, mean in means
+            ], None
 
         request = {
             "command": "score",
@@ -90,13 +93,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _record(tokens: int, nats: np.ndarray) -> dict[str, Any]:
-    """Return the bound of a text, with its interval over the draws."""
-    mean = mean_of_draws(nats)
-    return {"tokens": tokens, "nats": mean.value, **_bits_per_token(mean * (1 / tokens))}
-
-
 def _bits_per_token(nats: Ratio) -> dict[str, Any]:
+    """Return the bits with their interval, over the draws of a text or over texts."""
     bits = nats * BITS
     return {
         "bits_per_token": bits.value,

@@ -57,7 +57,11 @@ def device_capability(device_type: str) -> tuple[int, int] | None:
 
 
 def resolve_backend(
-    requested: str, device_type: str, precision: str, head_width: int, capability: tuple[int, int] | None
+    requested: Backend | Literal["auto"],
+    device_type: str,
+    precision: str,
+    head_width: int,
+    capability: tuple[int, int] | None,
 ) -> Backend:
     """Return the backend to use, or raise `ConfigError` if the requested one does not run there.
 
@@ -67,52 +71,38 @@ def resolve_backend(
         capability: Compute capability of the GPU; None if unknown, which counts as Ampere.
     """
     where = (device_type, precision, head_width, capability or AMPERE)
-    missing = {"varlen": _missing_for_varlen(*where), "efficient": _missing_for_efficient(*where)}
-    auto: Backend = "sdpa" if missing["efficient"] else "efficient"
-    if not missing["varlen"]:
-        auto = "varlen"
+    missing: dict[Backend, str] = {"varlen": _missing("varlen", *where), "efficient": _missing("efficient", *where)}
+    auto: Backend = next((backend for backend, what in missing.items() if not what), "sdpa")
     if requested == "auto":
         return auto
     if missing.get(requested):
         raise ConfigError(f"attention.backend: {requested} needs {missing[requested]}; use auto, which takes {auto}")
-    return requested  # type: ignore[return-value]
+    return requested
 
 
-# The conditions of both are those of PyTorch's `sdp_utils.cpp` for `scaled_dot_product_attention`, which does not check
-# them for calls with offsets: the kernels would raise in the first step.
-
-
-def _missing_for_varlen(device_type: str, precision: str, head_width: int, capability: tuple[int, int]) -> str:
-    """Return what FlashAttention lacks, and what there is instead; "" if it runs."""
+def _missing(backend: Backend, device_type: str, precision: str, head_width: int, capability: tuple[int, int]) -> str:
+    """Return what varlen or efficient lacks, and what there is instead; "" if it runs."""
+    # The conditions are those of PyTorch's `sdp_utils.cpp` for `scaled_dot_product_attention`, which does not check
+    # them for calls with offsets: the kernels would raise in the first step.
+    version = ".".join(map(str, capability))
     if device_type != "cuda":
         return f"CUDA, found {device_type}"
+    if backend == "efficient":
+        if precision == "bf16" and capability < AMPERE:
+            return f"a GPU of compute capability 8.0 or newer in bf16, found {version}"
+        multiple = 4 if precision == "fp32" else 8  # 16 bytes
+        return f"{_HEAD_WIDTH} that is a multiple of {multiple}, found {head_width}" if head_width % multiple else ""
     if precision == "fp32":
         return "precision bf16 or fp16, found fp32"
     if capability < AMPERE:
-        return f"a GPU of compute capability 8.0 or newer, found {_version(capability)}"
+        return f"a GPU of compute capability 8.0 or newer, found {version}"
     if head_width % 8 or head_width > 256:
         return f"{_HEAD_WIDTH} of 8, 16, ... 256, found {head_width}"
     # Its backward does not fit into the shared memory of these.
     if 192 < head_width <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
-        gpu = f"a GPU of compute capability {_version(capability)}"
+        gpu = f"a GPU of compute capability {version}"
         return f"{_HEAD_WIDTH} of at most 192 or above 224 on {gpu}, found {head_width}"
     return ""
-
-
-def _missing_for_efficient(device_type: str, precision: str, head_width: int, capability: tuple[int, int]) -> str:
-    """Return what memory-efficient attention lacks, and what there is instead; "" if it runs."""
-    if device_type != "cuda":
-        return f"CUDA, found {device_type}"
-    if precision == "bf16" and capability < AMPERE:
-        return f"a GPU of compute capability 8.0 or newer in bf16, found {_version(capability)}"
-    multiple = 4 if precision == "fp32" else 8  # 16 bytes
-    if head_width % multiple:
-        return f"{_HEAD_WIDTH} that is a multiple of {multiple}, found {head_width}"
-    return ""
-
-
-def _version(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 class JointRows(NamedTuple):

@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, Action, ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -28,11 +28,12 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
+from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import ConfigError, DataError, UsageError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
-from mmldlm.settings.declaration import restore
+from mmldlm.settings.declaration import dump, restore
 from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import short_repr, truncate
@@ -77,8 +78,18 @@ def add_run_options(parser: ArgumentParser) -> None:
     )
 
 
+class _Gone(Action):
+    """An option of before that is a setting of `sampling` now."""
+
+    def __call__(self, parser: ArgumentParser, options: Namespace, value: Any, option: str | None = None) -> None:
+        in_t2l = f", in t2l sampling.t2l_steps={value}" if self.dest == "steps" else ""
+        raise UsageError(f"{option}: gone, use sampling.{self.dest}={value}{in_t2l}")
+
+
 def add_settings(parser: ArgumentParser) -> None:
     """Add the settings that replace the run's own; `parse_intermixed_args` takes them at any place."""
+    for name in dump(SamplingConfig()):
+        parser.add_argument(f"--{name.replace('_', '-')}", action=_Gone, default=SUPPRESS, help=SUPPRESS)
     parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings that replace the run's own, such as sampling.steps=8"
     )

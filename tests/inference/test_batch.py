@@ -230,25 +230,6 @@ def test_another_request_does_not_continue_the_output(
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--texts", "t.txt"], "--texts: needs --out"),
-        (["--texts", "t.txt", "--out", "x.npy"], "--out: expected a .jsonl file"),
-        (["--texts", "t.txt", "--out", "/nowhere/x.jsonl"], "--out: expected a .jsonl file"),
-        (["--texts", "t.txt", "--latents", "l.npy", "--out", "x.jsonl"], "--mode l2t --out x.jsonl needs --texts or"),
-        (["--mode", "joint", "--texts", "t.txt", "--out", "x.jsonl"], "needs neither"),
-        (["--text", "a", "--out", "x.jsonl"], "--text: cannot be combined with --out x.jsonl"),
-        (["--texts", "t.txt", "--out", "x.jsonl", "--batch", "0"], "--batch: expected at least 1, found 0"),
-    ],
-)
-def test_requests_that_make_no_sense(
-    short_run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
-) -> None:
-    assert_user_error((cli.main(["sample", str(short_run_dir), *arguments]), capsys.readouterr().err), 2, expected)
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize("given", ["", "own", "file"])
 def test_scores_are_those_of_the_library(given: str, short_run_dir: Path, tmp_path: Path) -> None:
     model, out = mmldlm.load(short_run_dir), tmp_path / "out.jsonl"

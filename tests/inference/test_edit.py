@@ -15,7 +15,6 @@ from mmldlm.errors import DataError, UsageError
 from mmldlm.inference import encode_texts, sample
 from mmldlm.inference.edit import SpanEdit, mask_span
 from mmldlm.run.load import LoadedRun
-from tests.helpers.user_errors import assert_user_error
 
 pytestmark = pytest.mark.quick
 
@@ -117,42 +116,3 @@ def test_latent_is_own_or_given(short_run_dir: Path, tmp_path: Path, capsys: pyt
         result.append(np.load(out))
     own, like, read = result
     assert not np.allclose(own, like) and np.allclose(read, like.repeat(2, axis=0), atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--edit", "no span"], "--edit: expected one [span] to rewrite, found no brackets"),
-        (["--edit", "an [] empty one"], "--edit: the [span] is empty, expected --span-length"),
-        (["--edit", "[a]", "--span-length", "0"], "--span-length: expected at least 1, found 0"),
-        (
-            ["--edit", "[a]", "--length", "5"],
-            "--length: cannot be combined with --edit, which has its own text and uses --span-length",
-        ),
-        (["--edit", "[a]", "--text", "b"], "--text: cannot be combined with --edit"),
-        (["--edit", "[a]", "--mode", "t2l"], "--edit: generates from latents, expected --mode l2t, found t2l"),
-        (["--edit", "[a]", "--like", "b", "--latents", "c.npy"], "--latents: cannot be combined with --like"),
-        (["--edit", "[a]", "--interpolate", "a", "b"], "--edit: cannot be combined with --interpolate"),
-        (["--text", "a", "--like", "b"], "--like: needs --edit, which was not given"),
-        (["--text", "a", "--span-length", "2"], "--span-length: needs --edit"),
-        (["--interpolate", "a", "b", "--like", "c"], "--like: needs --edit"),
-        (["--text", "a", "--points", "3"], "--points: needs --interpolate, which was not given"),
-        (["--interpolate", "a", "b", "--points", "1"], "--points: expected 2 to 1000, found 1"),
-        (
-            ["--interpolate", "a", "b", "-n", "2"],
-            "--count: cannot be combined with --interpolate, which generates one text",
-        ),
-        (["--interpolate", "a", "b", "--text", "c"], "--text: cannot be combined with --interpolate"),
-        (["--interpolate", "a", "b", "--latents", "c.npy"], "--latents: cannot be combined with --interpolate"),
-        (["--interpolate", "a", "b", "--mode", "joint"], "--interpolate: generates from latents, expected --mode l2t"),
-        (
-            ["--text", "a", "--mode", "t2l", "--watch"],
-            "--watch: shows texts as they are generated, expected --mode l2t or joint",
-        ),
-    ],
-)
-def test_options_that_contradict_each_other(
-    short_run_dir: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
-) -> None:
-    status = cli.main(["sample", str(short_run_dir), *arguments])
-    assert_user_error((status, capsys.readouterr().err), 2, expected)

@@ -109,11 +109,3 @@ def test_control_characters_are_escaped(short_run: LoadedRun) -> None:
     (ids,) = short_run.tokenizer.encode_batch(["a\x1b[31m\nb\t[MASK]"])
     assert watcher.text(ids) == "a\\x1b[31m\\nb\\t[MASK]"
     assert watcher.text([*ids[:1], short_run.tokenizer.mask_id]) == "a_"
-
-
-def test_wide_characters_take_two_columns(short_run: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Terminal(monkeypatch, 13, 24)
-    watcher = LiveView(short_run.tokenizer, terminal.stream, pause_s=0)
-    (ids,) = short_run.tokenizer.encode_batch(["水" * 12])
-    watcher(0.0, [ids])
-    assert [len(line) for line in terminal.look()[1:]] == [7, 7, 4]

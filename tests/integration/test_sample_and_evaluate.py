@@ -94,15 +94,10 @@ def test_joint_generates_both(run_dir: Path, run: LoadedRun, capsys: pytest.Capt
 @pytest.mark.parametrize(
     ("arguments", "code", "expected"),
     [
-        ([], 2, "--mode l2t needs --text or --latents"),
-        (["--mode", "joint", "--text", "x"], 2, "--mode joint needs neither"),
         (["--mode", "joint", "sampling.guidance=2"], 2, "sampling.guidance"),
         (["--text", TEXT, "--length", "999"], 2, "--length: expected 1 to"),
         (["--text", TEXT, "sampling.top_p=2"], 64, "sampling.top_p: must be at most 1"),
-        (["--text", TEXT, "--top-p", "0.9"], 2, "--top-p: gone, use sampling.top_p=0.9"),
-        (["--text", TEXT, "--steps", "8"], 2, "--steps: gone, use sampling.steps=8, in t2l sampling.t2l_steps=8"),
         (["--text", TEXT, "optim.lr=1"], 64, "expected sampling.KEY=VALUE, attention.backend=VALUE or precision=VALUE"),
-        (["--text", TEXT, "--out", "/nowhere/x.npy"], 2, "--out: expected a .npy or .jsonl file in an existing folder"),
         (["--text", "zzz qqq"], 65, "no latent for 'zzz qqq'"),
         (["--latents", "/nowhere.npy"], 65, "/nowhere.npy does not exist"),
     ],
