@@ -49,6 +49,11 @@ def owners_by_size(sizes: Mapping[str, int], writers: int) -> dict[str, int]:
     return {name: writer for writer, names in enumerate(parts) for name in names}
 
 
+def with_index(device: torch.device) -> torch.device:
+    """Return `device` with its index: Accelerate gives a single process "cuda", which `set_device` does not accept."""
+    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
+
+
 @contextlib.contextmanager
 def follows_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[None]:
     """Have the optimizer update the parameters that replace those of equal names within the context."""
@@ -70,9 +75,7 @@ class Engine(Collectives):
     def __init__(self, accelerator: Accelerator, launch: LauncherEnv, watchdog: Watchdog | None):
         super().__init__(launch.rank, launch.world_size, watchdog)
         self.accelerator, self.launch, self.name = accelerator, launch, launch.engine
-        self.device = accelerator.device
-        if str(self.device) == "cuda":  # of a single process, and not what `set_device` accepts
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = with_index(accelerator.device)
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
 

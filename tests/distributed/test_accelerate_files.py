@@ -126,8 +126,8 @@ def test_a_file_means_the_same_under_both_launchers(
             assert file_result == launcher_result
             shipped = f"{ROOT}/accelerate_configs/{SHIPPED[expected.engine]}.yaml"
             same = read_launcher_env(torchrun_environments(expected.processes)[file_result.rank], None, shipped)
-            options = {"launcher": "", "mixed_precision": file_result.mixed_precision}
-            assert replace(file_result, accelerate={}) == replace(same, **options, accelerate={})
+            same = replace(same, launcher="", mixed_precision=file_result.mixed_precision, accelerate={})
+            assert replace(file_result, accelerate={}) == same
             assert file_result.accelerate.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true"
             precision = resolve_precision(load_config(None), file_result.mixed_precision).precision
             assert precision == expected.precision
