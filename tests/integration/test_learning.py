@@ -124,6 +124,7 @@ def test_missing_latent_loss_is_detected(store: Path, tmp_path: Path) -> None:
     assert missed(learn(tmp_path / "run", store, "loss.latent_weight=0")) >= {"t2l_cosine", "t2l_recall_at_1"}
 
 
+@pytest.mark.slow
 def test_shuffled_latents_are_detected(tmp_path: Path) -> None:
     store = make_store(tmp_path / "store", shuffled=True)
     assert missed(learn(tmp_path / "run", store)) == set(BARS)

@@ -243,13 +243,6 @@ def test_bf16_follows_fp32(tiny_config: Path, tmp_path: Path) -> None:
     assert all(tensor.dtype == torch.float32 for tensor in weights(tmp_path / "bf16").values())
 
 
-@pytest.mark.parametrize("setting", ["latent.process=rectified_flow", "mode=t2l", "loss.text=masked_mean"])
-def test_loss_settings_change_the_loss(tiny_config: Path, tmp_path: Path, setting: str) -> None:
-    assert train.main([str(tiny_config), f"run.dir={tmp_path / 'default'}", "train.steps=3"]) == 0
-    assert train.main([str(tiny_config), f"run.dir={tmp_path / 'changed'}", "train.steps=3", setting]) == 0
-    assert curve(tmp_path / "default") != curve(tmp_path / "changed")
-
-
 def test_a_global_batch_larger_than_the_data_is_told(
     tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

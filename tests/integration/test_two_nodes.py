@@ -95,6 +95,7 @@ def test_dead_process_is_replaced_on_both_nodes(nodes: TwoNodes, tiny_config: Pa
     assert len(record_list(run, "resume")) == 1
 
 
+@pytest.mark.slow
 def test_a_check_sees_both_nodes_and_leaves_nothing(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
     started = nodes.launch("ddp", tiny_config, f"run.dir={tmp_path / 'new/run'}", "--check")
     assert [process.wait(TEST_TIMEOUT_S) for process in started] == [0, 0], nodes.log()

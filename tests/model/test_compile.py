@@ -104,10 +104,10 @@ def test_missing_compiler_is_reported(
     ("backend", "setting"),
     [
         ("sdpa", "memory.activation_checkpointing=none"),
-        ("math", "memory.activation_checkpointing=selective"),
         *(
             pytest.param(backend, setting, marks=pytest.mark.slow)
             for backend, setting in (
+                ("math", "memory.activation_checkpointing=selective"),
                 ("sdpa", "memory.activation_checkpointing=selective"),
                 ("sdpa", "memory.activation_checkpointing=full"),
                 ("sdpa", "train.micro_batch_tokens=100"),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mmldlm import train
+from mmldlm import cli, train
 from mmldlm.checkpoint.manifest import verify_checkpoint
 from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.tools import verify
@@ -107,17 +107,19 @@ def run_limit(run: RecordedRun, step: int) -> float:
     return next(json.loads(line) for line in (run.folder / "skipped_steps.jsonl").open())["limit"]
 
 
-def test_errors(planted: Planted, command) -> None:
-    run = planted.folder / "errors"
-    planted.train("errors", "train.steps=2")
+def test_errors(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(planted.train("errors", "train.steps=2"))
+
+    def refused(*arguments: str) -> tuple[int, str]:
+        capsys.readouterr()
+        return cli.main(list(arguments)), capsys.readouterr().err
+
     for name in ("own:x", "other:1", "own:487"):
-        done = command("mmldlm.cli", "rewind", run, "--before", "2", "--skip", name)
-        assert_user_error(done, 64, name, "own:0 to 486")
-    assert_user_error(command("mmldlm.cli", "explain", run, "9"), 2, "expected 1 to 2, found 9")
+        assert_user_error(refused("rewind", run, "--before", "2", "--skip", name), 64, name, "own:0 to 486")
+    assert_user_error(refused("explain", run, "9"), 2, "expected 1 to 2, found 9")
     for setting in ("guard.on_spike=rewind", "guard.max_rewinds=2"):
-        assert_user_error(
-            command("mmldlm.cli", "train", planted.config, setting), 64, "mmldlm rewind", setting.split("=")[0]
-        )
+        result = refused("train", str(planted.config), setting)
+        assert_user_error(result, 64, "mmldlm rewind", setting.split("=")[0])
 
 
 @pytest.mark.slow

@@ -129,6 +129,7 @@ def test_two_ranks(forked: ForkedRuns, parity_config: Path, tmp_path: Path, refe
     assert [row[:2] for row in curve(run)[12:]] == [pytest.approx(row[:2], rel=1e-4) for row in reference[12:]]
 
 
+@pytest.mark.slow
 def test_connections_that_are_cut(
     forked: ForkedRuns, parity_config: Path, tmp_path: Path, store: ObjectStore, reference: list[list[float]]
 ) -> None:

@@ -102,8 +102,8 @@ def test_a_worker_that_leaves_the_block_does_not_free_the_lock(tmp_path):
 
 
 def test_one_of_many_racing_processes_gets_the_lock(tmp_path):
-    """50 times; the winner holds it until the others have been refused, however late they come."""
-    for _ in range(50):
+    """20 times; the winner holds it until the others have been refused, however late they come."""
+    for _ in range(20):
         (ready, go), (held, release) = os.pipe(), os.pipe()
         children = []
         for _ in range(4):

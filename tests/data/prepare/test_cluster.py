@@ -69,6 +69,7 @@ def slurm_arguments(job: PrepareJob, store: Path, *options: str) -> list[str]:
     return [*job.arguments(store), "--cluster", "slurm", *given]
 
 
+@pytest.mark.slow
 def test_slurm(job: PrepareJob, tmp_path: Path, slurm: Path) -> None:
     """A task that is killed stops the jobs behind it; the same command runs what is missing, to the same bytes."""
     store = tmp_path / "store"

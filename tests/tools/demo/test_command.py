@@ -24,7 +24,7 @@ from tests.helpers.waiting import TEST_TIMEOUT_S
 gradio_client = pytest.importorskip("gradio_client", reason="needs the extra demo")
 
 
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("stop", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_the_command_serves_until_it_is_stopped(short_run_dir: Path, tmp_path: Path, stop: signal.Signals) -> None:
     """Behind a proxy that nothing may call: no telemetry, no check of versions, and itself without a detour."""
     with socket.create_server(("127.0.0.1", 0)) as proxy:
