@@ -48,6 +48,9 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
         engine = _engine_class(launch.engine)(accelerator, launch, watchdog)
         if plan.precision == "fp16":
             engine.loss_scale = LossScale(engine.device)
+        # All ranks have their engine, or this raises what has become of another one.
+        total = int(engine.sum(torch.ones(1), "all-reduce of ones"))
+        assert total == launch.world_size, f"all-reduce of ones: {total} on {launch.world_size} ranks"
     return engine
 
 

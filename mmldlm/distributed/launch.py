@@ -59,8 +59,12 @@ class LauncherEnv:
         """How the engine's sharding differs from its usual one, for the user; "" if it does not."""
         if self.replicas > 1:
             return f"{self.replicas} replicas x {self.world_size // self.replicas} shards"
-        secondary = self.deepspeed.secondary_partition if self.deepspeed is not None else 1
-        return f"secondary partition of {secondary}" if secondary > 1 else ""
+        return f"secondary partition of {self.secondary_partition}" if self.secondary_partition > 1 else ""
+
+    @property
+    def secondary_partition(self) -> int:
+        """Processes that share a second copy of ZeRO-3's weights; 1 for none."""
+        return 1 if self.deepspeed is None else self.deepspeed.secondary_partition
 
     @property
     def source(self) -> str:
