@@ -183,11 +183,18 @@ def _file_variables(path: str, environment: Mapping[str, str]) -> dict[str, str]
         from accelerate.utils import launch as environments
 
         # Nothing is launched: one machine and any free port keep Accelerate from looking for the others.
-        options = {"config_file": path, "num_processes": world_size, "num_machines": 1, "main_process_port": 0}
-        words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        given = {"config_file": path, "num_processes": world_size, "num_machines": 1, "main_process_port": 0}
+        words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+        parser = launch.launch_command_parser()
         args, file, precision_from_file = launch._validate_launch_command(
-            launch.launch_command_parser().parse_args([*words, "-m", "mmldlm.train"])
+            parser.parse_args([*words, "-m", "mmldlm.train"])
         )
+        # Accelerate takes any key of a section for an option, and reads those that it knows.
+        options = {action.dest for action in parser._actions}
+        for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):
+            for key in getattr(file, section) or {}:
+                if not {key, f"fsdp_{key}"} & options:
+                    raise ConfigError(f"{path}: {section}: unknown key {key!r}")
         if args.use_deepspeed:
             fields = [*file.deepspeed_config, *(["mixed_precision"] if precision_from_file else [])]
             args.deepspeed_fields_from_accelerate_config = ",".join(fields)

@@ -192,3 +192,14 @@ def test_single_gpu_files_with_several_processes(launcher_file: Callable[[str], 
         read_launcher_env(dict(launched))
     with pytest.raises(ConfigError, match="expected MULTI_GPU, FSDP or DEEPSPEED for 2 processes, found NO"):
         read_launcher_env(torchrun_environments(2)[0], accelerate_file=str(launcher_file("trl_single_gpu")))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("key", ["fsdp_reshard_after_forwrd", "reshard"])
+def test_a_misspelt_key_of_a_section_is_named(key: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(
+        (ROOT / "accelerate_configs" / "fsdp2.yaml").read_text().replace("fsdp_reshard_after_forward:", f"{key}:")
+    )
+    with pytest.raises(ConfigError, match=f"fsdp_config: unknown key '{key}'"):
+        read_launcher_env(torchrun_environments(2)[0], accelerate_file=str(file))
