@@ -14,14 +14,12 @@ from safetensors.torch import load_file
 
 from mmldlm import cli, train
 from mmldlm.batch import Batch
-from mmldlm.checkpoint.manifest import Checkpoint
 from mmldlm.config import load_config
 from mmldlm.data.mixture import open_data
 from mmldlm.data.sampler import count_draws
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.errors import DataError
-from mmldlm.run.compatibility import LATENTS_NAME, saved_latent_stats
+from mmldlm.run.compatibility import LATENTS_NAME
 from mmldlm.run.load import load_run
 from mmldlm.tools.doctor import check_store
 from mmldlm.trainer.trainer import Trainer
@@ -140,27 +138,6 @@ def test_latents_have_the_scale_of_the_checkpoint(run: Callable[..., Path]) -> N
     for rows, latents in seen:
         raw = store.split("train").gather(rows.numpy())[2]
         assert torch.equal(latents, torch.from_numpy(scale.standardize(raw)))
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    "content",
-    ["", "[]", "{", "[" * 50_000, '{"tokens": 1}'] + [
-        json.dumps({"tokens": 1, "channels": 4, "mean": [0, 0, 0, 0], "rms": 1.0, "max_norm": 2.0, **change})
-        for change in (
-            {"mean": [0, 0]}, {"mean": 3}, {"mean": ["a"] * 4}, {"mean": [None] * 4}, {"rms": 0}, {"rms": float("nan")},
-            {"rms": "x"}, {"max_norm": -1}, {"tokens": 2}, {"channels": 3}, {"more": 1}, {"max_norm": float("inf")},
-        )
-    ],
-)  # fmt: skip
-def test_a_scale_that_is_none_is_refused(content: str, folder: Path, tmp_path: Path) -> None:
-    (tmp_path / LATENTS_NAME).write_text(content)
-    checkpoint = Checkpoint(tmp_path, 1, {}, {LATENTS_NAME: len(content)})
-    with pytest.raises(DataError, match=r"latents.json: .*; expected a scale of latents \[1, 4\]") as error:
-        saved_latent_stats(checkpoint, Store.open(folder / "one"))
-    assert "\n" not in str(error.value) and len(str(error.value)) < 500
-    own = Store.open(folder / "one")
-    assert saved_latent_stats(Checkpoint(tmp_path, 1, {}, {}), own) == own.manifest.latent
 
 
 def test_skipped_steps_name_stores_and_rows(run: Callable[..., Path]) -> None:
