@@ -49,7 +49,10 @@ def test_folders_keep_their_budgets() -> None:
     assert budgets.keys() == folders | {"benchmarks"}
     for name, budget in budgets.items():
         lines = sum(len(path.read_text(encoding="utf-8").splitlines()) for path in (ROOT / name).rglob("*.py"))
-        assert lines <= budget, f"{name} has {lines} lines, its budget is {budget} (tool.mmldlm.lines)"
+        assert lines <= budget, (
+            f"{name} has {lines} lines, its budget is {budget}: what can go? Otherwise raise tool.mmldlm.lines in "
+            "pyproject.toml, in a commit that says what the lines bring"
+        )
 
 
 def test_scripts_stop_at_the_first_error() -> None:

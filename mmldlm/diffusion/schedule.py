@@ -130,7 +130,7 @@ class RectifiedFlow(LatentPath):
         return -torch.ones_like(t), torch.ones_like(t)
 
 
-PATHS: dict[str, type[LatentPath]] = {
+PATHS: dict[Process, type[LatentPath]] = {
     "vp_cosine": CosinePath,
     "vp_linear": LinearPath,
     "vp_sigmoid": SigmoidPath,

@@ -22,6 +22,7 @@ Kind = Literal[
     "train",
     "validation",
     "quality",
+    "scalars",
     "start",
     "checkpoint",
     "mirror",

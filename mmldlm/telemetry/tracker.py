@@ -124,6 +124,11 @@ class Tracker:
         shown = "  ".join(f"{key.removeprefix('quality/')} {value:.3f}" for key, value in chosen.items())
         self.message(f"quality at step {step:,}: {shown}")
 
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Log what a callback has measured, by tag."""
+        self._write("scalars", step, values)
+        self._scalars(step, values)
+
     def samples(self, step: int, rows: Sequence[Mapping[str, str]], tag: str) -> None:
         """Log texts side by side, rows like `{"reference": ..., "generation": ...}`; to TensorBoard only."""
         for board in self._boards:

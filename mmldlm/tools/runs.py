@@ -23,7 +23,7 @@ from mmldlm.settings.yaml import read_yaml
 from mmldlm.tools.records import ExitReport, Lock, Record, StartupReport, check_record, read_model
 from mmldlm.utils.format import human_duration
 
-CURVE_KINDS = ("train", "validation")  # kinds of records that are points of curves
+CURVE_KINDS = ("train", "validation", "scalars")  # kinds of records that are points of curves
 RECENT_RECORDS = 50  # training records from which typical values are computed
 
 _TAIL_BYTES = 512  # they contain the times of records, so no other file has the same
@@ -128,7 +128,7 @@ class MetricsReader:
         return records[bisect_right(records, step, key=itemgetter("step")) :]
 
     def series(self, tag: str, *kinds: str) -> Series:
-        """Return the values of the metric `tag` in records of `kinds` (default: training and validation)."""
+        """Return the values of the metric `tag` in records of `kinds` (default: `CURVE_KINDS`)."""
         kinds = kinds or CURVE_KINDS
         series, count = self._series.get((tag, kinds), (Series([], [], []), 0))
         for record in self.records[count:]:

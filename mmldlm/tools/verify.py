@@ -40,7 +40,7 @@ Difference = tuple[float, str]  # of a recorded and a recomputed value: relative
 # rounded otherwise, which AdamW amplifies. A step differs by 1e-6; see docs/checkpoints.md.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 MAX_PRINTED = 30  # problems
-COMPARED_KINDS = ("train", "validation", "quality", "skip")
+COMPARED_KINDS = ("train", "validation", "quality", "scalars", "skip")
 # Speeds, times, memory and micro-batches are not part of the result.
 COMPARED_GROUPS = ("loss", "optim", "validation", "quality", "health", "weights", "reason")
 COMPARED_KEYS = ("data/tokens", "data/tokens_per_step", "data/epoch", "data/global_batch_size")

@@ -21,6 +21,10 @@ def path(request: pytest.FixtureRequest) -> LatentPath:
     return PATHS[request.param]()
 
 
+def test_every_process_has_a_path() -> None:
+    assert set(PATHS) == set(PROCESSES)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_endpoints_are_data_and_noise(path: LatentPath, dtype: torch.dtype) -> None:
     ends = torch.tensor([0.0, 1.0], dtype=dtype)

@@ -26,7 +26,7 @@ PEAK_LR, WARMUP = 1e-2, 20
 # Steps, and the share of l2t in them. Epsilon is the harder to learn: near t = 0 it is what little is left of z.
 RECIPES: dict[PredictionType, tuple[int, float]] = {"epsilon": (320, 0.5), "x0": (200, 0.75), "v": (200, 0.75)}
 
-# Two of 48, of predictions that the runs of test_learning.py do not have.
+# Two of all, of predictions that the runs of test_learning.py do not have.
 COVERING = {("vp_linear", "v", "mse"), ("vp_sigmoid", "epsilon", "normalized_mse")}
 
 

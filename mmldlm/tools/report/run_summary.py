@@ -19,7 +19,7 @@ TAIL_FRACTION = 0.1  # share of the steps over which a training loss is averaged
 
 HELD_OUT_KINDS = ("validation", "quality")  # kinds of records that are measured on held-out documents
 
-_NO_EVENTS = ("train", "validation", "quality", "heartbeat")  # kinds of records
+_NO_EVENTS = ("train", "validation", "quality", "scalars", "heartbeat")  # kinds of records
 _START_KEYS = ("engine", "world_size", "sharding", "total_steps")
 _HIDDEN_KEYS = {"kind", "step", "time", "sha256"}
 
