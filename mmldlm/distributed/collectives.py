@@ -22,7 +22,7 @@ class PendingSum(Sequence[float]):
     """A sum of small numbers over the ranks, whose all-reduce runs in the background: the first access waits for it."""
 
     def __init__(self, total: Tensor, wait: Callable[[], Any]):
-        self._total, self._wait = total, wait
+        self._total, self._wait = total.numpy(), wait  # the same memory
 
     @cached_property
     def values(self) -> list[float]:

@@ -82,7 +82,7 @@ class Request:
     """Fields of the page's forms, of which each form has some."""
 
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    seed: int = setting(0, "seed of all random numbers", at_least=0)
+    seed: int = setting(0, "seed of all random numbers", at_least=0, at_most=2**63 - 1)
     count: int = setting(3, "texts to generate", at_least=1, at_most=16)
     length: int = setting(0, "tokens of each text; 0: by the length head", at_least=0)
     neighbors: int = setting(5, "documents listed for each latent", at_least=1, at_most=50)
