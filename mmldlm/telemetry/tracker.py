@@ -92,8 +92,7 @@ class Tracker:
 
     def train(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the values of a training step, already reduced over ranks."""
-        self._write("train", step, values)
-        self._scalars(step, values)
+        self._write_curves("train", step, values)
         for line in self._lines:
             line.update(step, values)
 
@@ -106,8 +105,7 @@ class Tracker:
             values: Losses by tag, and under "weights" which weights were measured, see `mmldlm.optim.ema`.
             bin_losses: Losses in equal noise bins, by modality and mode; to TensorBoard only.
         """
-        self._write("validation", step, values)
-        self._scalars(step, values)
+        self._write_curves("validation", step, values)
         for board in self._boards:
             for name, heights in (bin_losses or {}).items():
                 board.bin_histogram(step, f"loss_over_noise_time/{name}", heights)
@@ -118,16 +116,14 @@ class Tracker:
 
     def quality(self, step: int, values: Mapping[str, float]) -> None:
         """Log metrics of generations for held-out samples, see `mmldlm.evaluation.quality`."""
-        self._write("quality", step, values)
-        self._scalars(step, values)
+        self._write_curves("quality", step, values)
         chosen = {key: value for key, value in values.items() if key.endswith(SHOWN_QUALITY_SUFFIXES)}
         shown = "  ".join(f"{key.removeprefix('quality/')} {value:.3f}" for key, value in chosen.items())
         self.message(f"quality at step {step:,}: {shown}")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Log what a callback has measured, by tag."""
-        self._write("scalars", step, values)
-        self._scalars(step, values)
+        self._write_curves("scalars", step, values)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]], tag: str) -> None:
         """Log texts side by side, rows like `{"reference": ..., "generation": ...}`; to TensorBoard only."""
@@ -214,7 +210,8 @@ class Tracker:
         for metrics in self._metrics:
             metrics.write(kind, step, values)
 
-    def _scalars(self, step: int, values: Mapping[str, Any]) -> None:
+    def _write_curves(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
+        self._write(kind, step, values)
         for board in self._boards:
             board.scalars(step, _numbers(values))
         for tracker in self._trackers:

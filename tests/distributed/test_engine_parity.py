@@ -18,6 +18,7 @@ from tests.helpers.engine_runs import (
     Single,
     accelerate,
     assert_same_run,
+    assert_same_tensors,
     deepspeed,
     difference,
     records,
@@ -96,11 +97,8 @@ def test_processes_follow_one(
     warnings = [line for line in log.lower().splitlines() if "warning" in line]
     # Steps of a few milliseconds may overtake the writing of a checkpoint.
     assert not [line for line in warnings if "still being written" not in line]
-    for name in ("model", "optimizer", *(["ema"] if "ema.decay=0.9" in settings else [])):
-        ours, theirs = saved_tensors(folder, name), saved_tensors(reference, name)
-        assert ours.keys() == theirs.keys()
-        worst = max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel())
-        assert worst < 1e-5, f"{name}: {worst}"
+    groups = ("model", "optimizer", *(["ema"] if "ema.decay=0.9" in settings else []))
+    assert_same_tensors(folder, reference, *groups, tolerance=1e-5)
 
 
 def test_recomputing_changes_nothing_and_freezing_does(single: Single) -> None:
@@ -147,7 +145,7 @@ def test_run_resumes_under_other_engines(
     settings = ["train.global_batch_size=12", "checkpoint.every_steps=4", "checkpoint.keep_last=9"]
     settings += ["ema.decay=0.9", "validation.every=7"]
     whole = single(*settings)
-    at, expected = [whole / "checkpoints" / "step-00000004"], saved_tensors(whole, "ema")
+    at = [whole / "checkpoints" / "step-00000004"]
     for step, engine, processes in ((8, "fsdp2", 3), (12, "fsdp2_hsdp", 4), (16, "zero3", 2)):
         folder = tmp_path / engine
         sizes = ["train.micro_batch_size=3"] if processes == 4 else []  # of 12 samples
@@ -157,9 +155,7 @@ def test_run_resumes_under_other_engines(
         assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < FP32
         ours, theirs = records(folder, "validation"), records(whole, "validation")
         assert max(abs(ours[s][LOSS] / theirs[s][LOSS] - 1) for s in ours) < FP32 and ours[20]["weights"] == "ema"
-        average = saved_tensors(folder, "ema")
-        assert average.keys() == expected.keys()
-        assert max(float((average[name] - expected[name]).abs().max()) for name in average) < 1e-5
+        assert_same_tensors(folder, whole, "ema", tolerance=1e-5)
         at.append(folder / "checkpoints" / f"step-{step:08}")
     forked.succeed("single", tmp_path / "last", 1, parity_config, *settings, f"resume={at[-1]}")
     ours, theirs = records(tmp_path / "last"), records(whole)
@@ -191,10 +187,7 @@ def test_resumed_run_is_bitwise_equal(
     whole, ours = records(folders[0]), records(folders[2])
     assert list(ours) == [9, 10, 11, 12] and 1 < whole[4]["data/epoch"] < 2 < whole[8]["data/epoch"] < 3
     assert all(ours[step][key] == whole[step][key] for step in ours for key in CURVE)
-    for name in ("model", "optimizer", "ema"):
-        expected = saved_tensors(folders[0], name)
-        assert expected.keys() == saved_tensors(folders[2], name).keys()
-        assert all(torch.equal(tensor, expected[entry]) for entry, tensor in saved_tensors(folders[2], name).items())
+    assert_same_tensors(folders[2], folders[0], "model", "optimizer", "ema")
 
 
 def test_freezing_may_change_between_starts(

@@ -146,6 +146,18 @@ def saved_tensors(folder: Path, name: str = "model", step: int | None = None) ->
     return {key: tensor.clone() for key, tensor in TensorFiles.open(verify_checkpoint(path), name).items()}
 
 
+def assert_same_tensors(folder: Path, reference: Path, *groups: str, tolerance: float = 0.0) -> None:
+    """The newest checkpoints have the same tensors, bit for bit or within an absolute `tolerance`."""
+    for group in groups:
+        ours, theirs = saved_tensors(folder, group), saved_tensors(reference, group)
+        assert ours.keys() == theirs.keys(), group
+        if not tolerance:
+            assert all(torch.equal(ours[name], theirs[name]) for name in ours), group
+            continue
+        worst = max(float((ours[name] - theirs[name]).abs().max()) for name in ours if ours[name].numel())
+        assert worst < tolerance, f"{group}: {worst}"
+
+
 def assert_same_run(folder: Path, reference: Path, tolerance: float) -> None:
     assert difference(folder, reference) < tolerance
     assert difference(folder, reference, ("validation/total",), "validation") < tolerance

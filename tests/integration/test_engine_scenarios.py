@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
-from tests.helpers.engine_runs import CURVE, Single, difference, records, saved_tensors
+from tests.helpers.engine_runs import CURVE, Single, assert_same_tensors, difference, records, saved_tensors
 from tests.helpers.forked_runs import ForkedRuns
 
 COMMON = ("validation.every=0", "checkpoint.every_steps=0")
@@ -113,10 +112,7 @@ def test_a_run_follows_one_process_and_resumes_with_the_same_bits(
     forked.succeed(engine, run, processes, parity_config, *given)
     curve = records(run)
     assert difference(run, reference, CURVE if scenario.single else scenario.shown) < 1e-5
-    for group in ("model", "optimizer"):
-        ours, theirs = saved_tensors(run, group), saved_tensors(reference, group)
-        assert ours.keys() == theirs.keys()
-        assert max(float((ours[key] - theirs[key]).abs().max()) for key in ours if ours[key].numel()) < 1e-5
+    assert_same_tensors(run, reference, "model", "optimizer", tolerance=1e-5)
     if scenario.values is not None:
         key, values = scenario.values
         assert [record[key] for record in curve.values()] == values
@@ -127,9 +123,7 @@ def test_a_run_follows_one_process_and_resumes_with_the_same_bits(
         again = records(resumed)
         assert list(again) == list(range(step + 1, max(curve) + 1))
         assert all(again[each][key] == curve[each][key] for each in again for key in scenario.shown)
-        for group in ("model", "optimizer"):
-            expected = saved_tensors(run, group)
-            assert all(torch.equal(tensor, expected[key]) for key, tensor in saved_tensors(resumed, group).items())
+        assert_same_tensors(resumed, run, "model", "optimizer")
 
 
 def test_the_objective_of_the_scenario_changes_what_it_names(single: Single) -> None:

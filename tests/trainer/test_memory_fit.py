@@ -16,7 +16,7 @@ from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.tools import verify
 from mmldlm.trainer.memory_fit import _halve
-from tests.helpers.engine_runs import CURVE, difference, exit_record, records, saved_tensors
+from tests.helpers.engine_runs import CURVE, assert_same_tensors, difference, exit_record, records
 from tests.helpers.forked_runs import ForkedRuns
 
 quick = pytest.mark.quick
@@ -28,16 +28,6 @@ LIMITS = {"LIMITED": "1", "LIMIT_MIB": "103", "FREE_MIB": "115"}
 ZERO2 = {**LIMITS, "LIMIT_MIB": "860"}
 ZERO3 = {**LIMITS, "LIMIT_MIB": "inf"}  # its buffers are not in proportion to so small a network
 WIDE = ("model.depth=2", "model.width=768")  # whose gradients alone take some 60 MiB
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    groups = ("model", "optimizer")
-    return {f"{group}/{name}": t for group in groups for name, t in saved_tensors(folder, group).items()}
-
-
-def same_bits(one: Path, other: Path) -> bool:
-    ours, theirs = weights(one), weights(other)
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def changes_of(run: Path) -> list[dict[str, Any]]:
@@ -78,7 +68,7 @@ def test_micro_batches_are_halved_once_before_the_first_step(
     ours, theirs = records(run), records(tmp_path / "by_hand")
     assert [record["data/micro_batch_size"] for record in ours.values()] == [64] * 4
     assert list(ours) == [1, 2, 3, 4] and all(ours[step][key] == theirs[step][key] for step in ours for key in CURVE)
-    assert same_bits(run, tmp_path / "by_hand")
+    assert_same_tensors(run, tmp_path / "by_hand", "model", "optimizer")
     (change,) = changes_of(run)
     assert (change["step"], change["rank"], change["from_step"]) == (1, limited, 2)
     assert (change["before"], change["micro_batch_size"]) == (128, 64)
@@ -208,7 +198,7 @@ def test_trial_passes_are_few_and_leave_no_trace(
     forked.succeed(engine, run, processes, *given, AUTO, script=SCRIPT, FACTS=str(run))
     ours, theirs = records(run), records(tmp_path / "plain")
     assert len(ours) == 12 and all(ours[step][key] == theirs[step][key] for step in ours for key in CURVE)
-    assert same_bits(run, tmp_path / "plain")
+    assert_same_tensors(run, tmp_path / "plain", "model", "optimizer")
     stages = 3 if more == OTHERWISE else 1
     for rank in range(processes):
         assert json.loads((run / f"facts.rank{rank}.json").read_text())["trials"] == stages
