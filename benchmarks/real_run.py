@@ -38,7 +38,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from safetensors.torch import load_file
 
 from benchmarks.common.report import (
     RESULTS,
@@ -52,6 +51,7 @@ from benchmarks.common.report import (
     write_json,
 )
 from mmldlm.errors import DataError
+from mmldlm.utils.files import sha256
 
 TURN = 20  # steps
 NEAR = 100  # steps before and after an event
@@ -79,14 +79,14 @@ class Run:
         self._stops = [steps // 2, 0]
         self._process: psutil.Popen | None = None
         self._launched = 0.0
-        script = str(ROOT / "benchmarks" / "common" / "timed_run.py")
+        script = str(root / "benchmarks" / "common" / "timed_run.py")
         launcher = [sys.executable]
         if kind == "ddp":
             config_file = str(ROOT / "accelerate_configs" / "ddp.yaml")
             launcher = [str(Path(sys.executable).with_name("accelerate")), "launch", "--config_file", config_file]
             launcher += ["--num_processes", "2", "--main_process_port", "0"]
         arguments = [f"run.dir={folder / 'run'}", f"train.steps={steps}", *settings]
-        self._command = [*launcher, script, str(ROOT / "configs/quickstart.yaml"), *arguments]
+        self._command = [*launcher, script, str(root / "configs/quickstart.yaml"), *arguments]
         threads = "2" if kind == "single" else "1"
         self._environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(root)}
 
@@ -205,10 +205,10 @@ def judge(parts: Sequence[Mapping[str, Any]], bare: Sequence[Mapping[str, Any]])
 def same(first: Run, second: Run) -> bool:
     """Return whether the last checkpoints of two runs have the same weights."""
     one, other = (
-        load_file(sorted(run.folder.glob("run/checkpoints/step-*"))[-1] / "model.safetensors")
+        [sha256(path) for path in sorted(sorted(run.folder.glob("run/checkpoints/step-*"))[-1].glob("model*"))]
         for run in (first, second)
     )
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return one == other
 
 
 def command(*arguments: str, log: Path) -> float:

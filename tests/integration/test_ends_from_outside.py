@@ -58,7 +58,8 @@ def assert_saved(run: Path, cause: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "launcher", ["python", "accelerate", "deepspeed", pytest.param("torchrun", marks=pytest.mark.slow)]
+    "launcher",
+    ["python", "accelerate", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "torchrun"))],
 )
 def test_a_hangup_saves(launcher: str, tiny_config: Path, tmp_path: Path, started: Started) -> None:
     """As a shell whose terminal is closed sends it: to all processes of the job, twice."""
@@ -132,7 +133,7 @@ def test_a_closed_terminal_saves(tiny_config: Path, tmp_path: Path) -> None:
     "launcher",
     [
         "accelerate",
-        "deepspeed",
+        pytest.param("deepspeed", marks=pytest.mark.slow),
         pytest.param("torchrun", marks=pytest.mark.slow),
         pytest.param("accelerate, one process", marks=pytest.mark.slow),
     ],
@@ -171,7 +172,7 @@ def without_output(command: list[str], lost: str) -> int:
     return done.returncode
 
 
-@pytest.mark.parametrize("lost", ["pipe", "closed"])
+@pytest.mark.parametrize("lost", [pytest.param("pipe", marks=pytest.mark.slow), "closed"])
 def test_training_goes_on_without_output(lost: str, tiny_config: Path, tmp_path: Path) -> None:
     assert without_output([sys.executable, "-m", "mmldlm.cli", "train", str(tiny_config)], lost) == 0
     assert last_step(tmp_path / "run") == 8 and exit_record(tmp_path / "run")["code"] == 0
@@ -211,6 +212,7 @@ def test_a_run_folder_that_is_moved(replaced: bool, tiny_config: Path, tmp_path:
     assert not (moved / "exit.json").exists() and read_metrics(moved / "metrics.jsonl")
 
 
+@pytest.mark.slow
 def test_a_run_folder_of_two_ranks_that_is_deleted(
     tiny_config: Path, tmp_path: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns
 ) -> None:

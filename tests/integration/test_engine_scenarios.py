@@ -79,13 +79,12 @@ SCENARIOS = {
     ),
 }
 DEFAULT = {
-    "batch schedule": (("zero3", 2),),
-    "token budget": (("ddp", 3), ("fsdp2", 2), ("zero2", 2)),
+    "token budget": (("ddp", 3), ("zero2", 2)),
     "objective": (("fsdp2", 2),),
 }
 SLOW = {
-    "batch schedule": (("ddp", 2), ("fsdp2", 2), ("zero2", 2)),
-    "token budget": (("ddp", 2), ("fsdp2", 4), ("zero1", 2), ("zero3", 2)),
+    "batch schedule": (("ddp", 2), ("fsdp2", 2), ("zero2", 2), ("zero3", 2)),
+    "token budget": (("ddp", 2), ("fsdp2", 2), ("fsdp2", 4), ("zero1", 2), ("zero3", 2)),
     "objective": (("ddp", 2), ("zero2", 2), ("zero3", 2)),
 }
 

@@ -73,7 +73,10 @@ def test_resumed_run_has_each_value_once(forked: ForkedRuns, parity_config: Path
     assert {tag for tag, _, _ in seen} >= {"figures/latents", "latent_norms/t2l", "loss/text_noise_0-0.2"}
 
 
-@pytest.mark.parametrize(("engine", "processes"), [("fsdp2", 2), pytest.param("ddp", 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("engine", "processes"),
+    [pytest.param("fsdp2", 2, marks=pytest.mark.slow), pytest.param("ddp", 3, marks=pytest.mark.slow)],
+)
 def test_several_ranks_write_the_figures_once(
     engine: str, processes: int, forked: ForkedRuns, parity_config: Path, whole: Path, tmp_path: Path
 ) -> None:

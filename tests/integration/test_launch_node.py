@@ -89,6 +89,7 @@ def test_failed_doctor_ends_the_launch(tiny_config: Path, tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_run_is_logged_stopped_and_resumed(tiny_config: Path, tmp_path: Path) -> None:
     """Started from another folder, with a relative path, as users do."""
     run, arguments = tmp_path / "run", ["ddp", tiny_config.name, "train.steps=300", "validation.every=0"]

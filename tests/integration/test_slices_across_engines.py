@@ -43,6 +43,7 @@ def assert_same_state(folder: Path, expected: dict[str, dict[str, torch.Tensor]]
         assert all(torch.equal(saved[name], expected[group][name]) for name in saved), (folder, group)
 
 
+@pytest.mark.slow
 def test_state_passes_through_every_engine_bit_by_bit(tiny_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     source = tmp_path / "source"
     forked.succeed("single", source, 1, tiny_config, *SETTINGS)

@@ -63,6 +63,7 @@ def steps(run: Path) -> list[int]:
     return [record["step"] for record in read_metrics(path) if record["kind"] == "train"] if path.exists() else []
 
 
+@pytest.mark.slow
 def test_job_out_of_time_is_requeued_and_resumes(site: dict[str, str], tiny_config: Path, tmp_path: Path) -> None:
     run, requeued = tmp_path / "run", tmp_path / "requeued"
     arguments = ["ddp", tiny_config, "train.global_batch_size=128", "validation.every=0"]

@@ -93,6 +93,7 @@ def test_a_second_thread_that_computes_makes_a_second_team() -> None:
     assert done.stdout == "1\n", done.stderr
 
 
+@pytest.mark.slow
 def test_a_busy_machine_leaves_one_thread_and_a_resume_keeps_it(tiny_config: Path, tmp_path: Path) -> None:
     """Results depend on the number of threads to the last bit, so a resumed run takes its checkpoint's."""
     cpus = len(os.sched_getaffinity(0))

@@ -139,6 +139,7 @@ def test_compiled_curve_is_equal_without_recompilation(
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_a_block_is_one_region_that_compiles_once() -> None:
     """200 micro-batches of other shapes, as on a GPU: rows by segments, attention inside of the region."""
     torch._dynamo.reset()

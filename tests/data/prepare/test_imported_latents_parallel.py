@@ -77,7 +77,9 @@ PROBLEMS = {
 }
 
 
-@pytest.mark.parametrize("write", [table, ids, places], ids=lambda write: write.__name__)
+@pytest.mark.parametrize(
+    "write", [pytest.param(table, marks=pytest.mark.slow), ids, places], ids=lambda write: write.__name__
+)
 def test_imported_latents_do_not_depend_on_processes(write: Callable, samples: Samples, tmp_path: Path) -> None:
     name = write.__name__
     given = write(tmp_path / "input", samples)

@@ -195,8 +195,8 @@ def test_error_of_a_worker(job: PrepareJob, tmp_path: Path, capfd: pytest.Captur
     ("number", "to_group", "code", "processes"),
     [
         (signal.SIGINT, True, 130, 2),
-        (signal.SIGTERM, False, 75, 2),
-        (signal.SIGHUP, True, 75, 2),
+        pytest.param(signal.SIGTERM, False, 75, 2, marks=pytest.mark.slow),
+        pytest.param(signal.SIGHUP, True, 75, 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, True, 75, 2, marks=pytest.mark.slow),
         pytest.param(signal.SIGINT, False, 130, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGTERM, False, 75, 1, marks=pytest.mark.slow),

@@ -203,6 +203,7 @@ def peak_mib(arguments: list[str]) -> float:
     return result
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path: Path) -> None:
     peaks = []
     for documents in (3000, 30_000):

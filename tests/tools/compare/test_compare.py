@@ -162,6 +162,7 @@ def test_user_errors(
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_page(
     tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
