@@ -6,6 +6,7 @@ objects that corrupt the data and weigh the losses in training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import PackedLayout
-from mmldlm.diffusion.decoding import AncestralDecoder, ConfidenceDecoder, TextDecoding, draw_tokens
+from mmldlm.diffusion.decoding import AncestralDecoder, ConfidenceDecoder, TextDecoding, draw_tokens, without_neighbors
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode, RandomSource, draw_normal, draw_uniform
@@ -24,6 +25,8 @@ from mmldlm.settings.declaration import setting
 
 # Part of error messages: what classifier-free guidance requires.
 GUIDANCE_NEEDS = "a run that trained joint: only there the network saw t = 1, the null condition, together with data"
+
+DRAW_TEMPERATURE = 0.6  # where texts are drawn, by default
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,22 @@ class SamplingConfig:
         at_least=1,
         advice="Time is proportional to it; many more steps than tokens to generate change little",
     )
-    temperature: float = setting(
-        1.0,
-        "temperature of the token distributions; 0: the most likely token",
+    temperature: float | None = setting(
+        None,
+        "temperature of the token distributions; 0: the most likely token; null: 0 for one text of a latent, where "
+        "draws only add errors, 0.6 in joint and for several texts of a latent",
         at_least=0,
-        advice="Below 1 for small models: the quickstart has 0.6",
+        advice="1 if samples should follow the likelihood",
+    )
+    lengths: int = setting(
+        5,
+        "l2t without a given length: lengths around the length head's median at which texts are generated; the text "
+        "that fits the latent best is kept, by the encoder's latent of it, or by its likelihood without an encoder",
+        at_least=1,
+        advice="Time is proportional to it; 1: the median alone",
+    )
+    doubled_words: Literal["avoid", "allow"] = setting(
+        "avoid", "whether a generated word may stand next to itself; avoid: the position takes the next likely token"
     )
     top_p: float = setting(1.0, "tokens are drawn from the smallest set with this probability mass", above=0, at_most=1)
     guidance: float = setting(1.0, "classifier-free guidance scale (l2t and t2l); 1: none", at_least=0)
@@ -78,6 +92,12 @@ class SamplingConfig:
         """Return the reverse steps of t2l; one is enough where the network predicts x0 itself."""
         return self.t2l_steps or (1 if prediction == "x0" else self.steps)
 
+    def resolve_temperature(self, mode: Mode, count: int = 1) -> float:
+        """Return the temperature of a mode, for `count` texts of each latent."""
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if mode == "l2t" and count == 1 else DRAW_TEMPERATURE
+
     def resolve_decoding(self, mode: Mode) -> TextDecoding:
         """Return the decoding of a mode.
 
@@ -96,6 +116,8 @@ class Generation:
     tokens: Tensor  # int64 [N], on the host
     lengths: tuple[int, ...]
     latents: Tensor  # float32 [B, M, C], on the host, standardized
+    # float64 [B], on the host: mean log likelihood of a generated token, given those that were unmasked before it.
+    log_p: Tensor
 
     def split(self) -> list[list[int]]:
         """Return the token ids of each sample."""
@@ -138,6 +160,8 @@ def generate(
     tokens: Tensor | None = None,
     on_step: Callable[[float, Tensor], None] | None = None,
     template: Tensor | None = None,
+    words: Tensor | None = None,
+    every_step: bool = False,
 ) -> Generation:
     """Generate B samples of known lengths.
 
@@ -146,20 +170,26 @@ def generate(
         latents: [B, M, C], the condition in l2t. In other modes only its shape and device matter.
         lengths: Tokens of each sample; N is their sum.
         tokens: [N], the condition in t2l.
-        on_step: Called with (t, tokens) after each step that generates text.
+        on_step: Called with (t, tokens) at the start and after each step that generates text.
         template: [N], text to infill. Only its [MASK] tokens change; each sample has at least one.
+        words: bool [V], tokens that are words; under `doubled_words: avoid` none is placed next to itself.
+        every_step: Run the network also in steps that need no prediction, where other ranks may need one.
     """
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
     if mode == "joint" and config.joint_order == "latents_first":
         known = torch.full((sum(lengths),), text.mask_id) if template is None else template
-        _, latents = _reverse(model, text, latent, "t2l", config, generator, latents, lengths, known)
-        mode, config = "l2t", replace(config, decoding=config.resolve_decoding("joint"))
+        _, latents, _ = _reverse(model, text, latent, "t2l", config, generator, latents, lengths, known, every_step=every_step)
+        drawn = {"decoding": config.resolve_decoding("joint"), "temperature": config.resolve_temperature("joint")}
+        mode, config = "l2t", replace(config, **drawn)
     elif mode == "t2l":
         steps = config.resolve_t2l_steps(latent.prediction_type)
         # A single step of DDIM is the estimate of x0 itself, one of Euler is far from it.
         config = replace(config, steps=steps, latent_sampler="ddim" if steps == 1 else config.latent_sampler)
-    x, z = _reverse(model, text, latent, mode, config, generator, latents, lengths, tokens, on_step, template)
-    return Generation(x.cpu(), lengths, z.float().cpu())
+    words = words if config.doubled_words == "avoid" else None
+    x, z, log_p = _reverse(
+        model, text, latent, mode, config, generator, latents, lengths, tokens, on_step, template, words, every_step
+    )
+    return Generation(x.cpu(), lengths, z.float().cpu(), log_p.cpu())
 
 
 def _reverse(
@@ -174,8 +204,10 @@ def _reverse(
     tokens: Tensor | None = None,
     on_step: Callable[[float, Tensor], None] | None = None,
     template: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run the reverse process of `generate`; return tokens [N] and latents [B, M, C], on the device."""
+    words: Tensor | None = None,
+    every_step: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the reverse process of `generate`; return tokens [N], latents [B, M, C] and `log_p` [B], on the device."""
     device, batch = latents.device, latents.shape[0]
     layout = PackedLayout(lengths, latents.shape[1], device)
     grid = torch.linspace(1, 0, config.steps + 1).tolist()
@@ -197,11 +229,14 @@ def _reverse(
         x = tokens.to(device)
         masked_share = [float((part == text.mask_id).float().mean()) for part in tokens.cpu().split(lengths)]
         given_time = torch.tensor(masked_share).to(device)
-    all_masked = torch.full_like(x, text.mask_id)
+    all_masked, temperature = torch.full_like(x, text.mask_id), config.resolve_temperature(mode)
+    log_p = torch.zeros(len(masked.positions) if generates_text else 0, dtype=torch.float64, device=device)
 
     def times(value: float) -> Tensor:
         return torch.full((batch,), value, device=device)
 
+    if generates_text and on_step is not None:
+        on_step(1.0, x)
     # No step waits for the device, and none exchanges data with it.
     for step, (t, s) in enumerate(pairwise(grid)):
         positions = x.new_empty(0)
@@ -212,7 +247,7 @@ def _reverse(
             positions = masked.positions[rows]
         t_text, t_latent = t * masked.fraction if generates_text else given_time, times(t if generates_latent else 0.0)
         drawn, confidence = positions, z.new_empty(0)  # of no position, unless the network runs
-        if generates_latent or len(positions):  # otherwise the prediction is not used
+        if generates_latent or len(positions) or every_step:  # otherwise the prediction is not used
             logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
             # The null condition is t = 1 of the given modality: noise as latents, or only [MASK] as text.
             if config.guidance != 1:
@@ -225,12 +260,19 @@ def _reverse(
             if generates_latent:
                 z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
             if generates_text:
-                drawn, confidence = draw_tokens(logits, decoder.uniforms[step], config.temperature, config.top_p)
+                if words is not None:
+                    logits = without_neighbors(logits, x, positions, layout, words)
+                drawn, confidence = draw_tokens(logits, decoder.uniforms[step], temperature, config.top_p)
+                log_p = log_p.index_copy(0, rows, confidence)  # the last one of a position is that of its token
         if generates_text:
             x = x.index_copy(0, masked.positions, decoder.update(step, before, rows, drawn, confidence))
             if on_step is not None:
                 on_step(s, x)
-    return x, z
+    if not generates_text:
+        return x, z, torch.full((batch,), math.nan, dtype=torch.float64)
+    sums = torch.zeros(batch, dtype=torch.float64, device=device)
+    sums = sums.index_add(0, masked.layout.sample_of_token, log_p)
+    return x, z, sums / torch.tensor(masked.layout.lengths, device=device)
 
 
 @torch.no_grad()

@@ -26,7 +26,7 @@ from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import ExitCode, MmldlmError, UsageError
 from mmldlm.evaluation import cosine
-from mmldlm.inference.conditions import encode_or_raise, load_run_encoder
+from mmldlm.inference.conditions import encode_or_raise
 from mmldlm.inference.generate import interpolate, sample
 from mmldlm.run.load import LoadedRun, add_run_options, load_run
 from mmldlm.settings.declaration import dump, setting
@@ -97,7 +97,7 @@ class Demo:
     """
 
     def __init__(self, run: LoadedRun):
-        self.run, self.encoder = run, load_run_encoder(run)
+        self.run, self.encoder = run, run.encoder
 
     def write(self, text: str, **fields: Any) -> list[Row]:
         """Generate texts from the latent of `text`, each with the cosine of its own latent to that one."""
