@@ -67,6 +67,9 @@ def generate_best(
     of_candidates = tuple(tried.repeat(1, draws).flatten().tolist())
     streams = generator.repeat(per_latent) if isinstance(generator, SampleStreams) else generator
     repeated = latents.repeat_interleave(per_latent, 0)
+    if on_step is not None:  # `generate` reports after each step only; this is the start
+        masked = torch.full((sum(of_candidates),), text.mask_id)
+        on_step(masked if template is None else template.repeat(len(of_candidates)), of_candidates, 1.0)
     made = generate(
         model,
         text,

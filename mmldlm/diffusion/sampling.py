@@ -170,7 +170,7 @@ def generate(
         latents: [B, M, C], the condition in l2t. In other modes only its shape and device matter.
         lengths: Tokens of each sample; N is their sum.
         tokens: [N], the condition in t2l.
-        on_step: Called with (t, tokens) at the start and after each step that generates text.
+        on_step: Called with (t, tokens) after each step that generates text.
         template: [N], text to infill. Only its [MASK] tokens change; each sample has at least one.
         words: bool [V], tokens that are words; under `doubled_words: avoid` none is placed next to itself.
         every_step: Run the network also in steps that need no prediction, where other ranks may need one.
@@ -178,7 +178,8 @@ def generate(
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
     if mode == "joint" and config.joint_order == "latents_first":
         known = torch.full((sum(lengths),), text.mask_id) if template is None else template
-        _, latents, _ = _reverse(model, text, latent, "t2l", config, generator, latents, lengths, known, every_step=every_step)
+        given = latents, lengths, known
+        _, latents, _ = _reverse(model, text, latent, "t2l", config, generator, *given, every_step=every_step)
         drawn = {"decoding": config.resolve_decoding("joint"), "temperature": config.resolve_temperature("joint")}
         mode, config = "l2t", replace(config, **drawn)
     elif mode == "t2l":
@@ -235,8 +236,6 @@ def _reverse(
     def times(value: float) -> Tensor:
         return torch.full((batch,), value, device=device)
 
-    if generates_text and on_step is not None:
-        on_step(1.0, x)
     # No step waits for the device, and none exchanges data with it.
     for step, (t, s) in enumerate(pairwise(grid)):
         positions = x.new_empty(0)

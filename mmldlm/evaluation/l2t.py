@@ -32,7 +32,8 @@ def reference_metrics(
     from sacrebleu.metrics import BLEU, CHRF  # here, since every training imports this module
     from sacrebleu.significance import _bootstrap_resample
 
-    matches = [sum(map(int.__eq__, text, true)) for text, true in zip(tokens, reference_tokens, strict=True)]  # to the shorter
+    # `map` ends with the shorter of both.
+    matches = [sum(map(int.__eq__, text, true)) for text, true in zip(tokens, reference_tokens, strict=True)]
     accuracy = ratio_of_sums(
         np.array(matches, np.float64), np.array([len(text) for text in reference_tokens], np.float64)
     )
@@ -102,7 +103,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     reference_tokens = evaluation.tokens[:count]
     references, truth = evaluation.decode(reference_tokens), evaluation.raw_latents[:count]
     metrics: dict[str, Any] = {"texts": count}
-    sampling, words = evaluation.run.config.sampling, frozenset(evaluation.run.tokenizer.words)
+    sampling, words = evaluation.run.config.sampling, frozenset(evaluation.run.tokenizer.word_ids)
 
     def add(suffix: str, tokens: Sequence[Sequence[int]]) -> list[str]:
         texts = evaluation.decode(tokens)

@@ -67,15 +67,16 @@ def sample(
     if mode == "joint":
         # Noise for the length head at t_latent = 1; `generate` draws its own.
         latents = draw_normal(generator, (count, *shape))
-        lengths = (length,) * count if isinstance(length, int) and length else None
-        lengths = lengths or draw_lengths(run.model, run.store.manifest.mask_id, latents.to(run.device), 1.0, generator)
-        return generate_and_decode(run, mode, config, generator, latents, lengths, callback=callback)
-    assert raw_latents is not None
-    latents = torch.from_numpy(run.store.standardize(raw_latents))
+    else:
+        assert raw_latents is not None
+        latents = torch.from_numpy(run.store.standardize(raw_latents))
     length = len(template) if template is not None else length
-    of_condition = [length] * len(latents) if isinstance(length, int) else list(length or ())
-    if length and len(of_condition) != len(latents):
-        raise UsageError(f"lengths: expected one, or one for each of {len(latents)} conditions, found {len(of_condition)}")
+    lengths = [length] * len(latents) if isinstance(length, int) else list(length or ())
+    if length and len(lengths) != len(latents):
+        raise UsageError(f"lengths: expected one, or one for each condition, found {len(lengths)}")
+    if mode == "joint":
+        drawn = tuple(lengths) if length else draw_text_lengths(run, latents, generator, t_latent=1.0)
+        return generate_and_decode(run, mode, config, generator, latents, drawn, callback=callback)
     start = None if template is None else torch.tensor(template)
 
     def on_step(tokens: Tensor, lengths: tuple[int, ...], t: float) -> None:
@@ -84,7 +85,7 @@ def sample(
 
     watched = None if callback is None else on_step
     made = generate_texts(
-        run, config, generator, latents, encoder_to_choose(run), count, of_condition if length else None, watched, start
+        run, config, generator, latents, encoder_to_choose(run), count, lengths if length else None, watched, start
     )
     return decoded(run, made)
 
@@ -160,6 +161,9 @@ def generate_and_decode(
         assert callback is not None
         callback(t, [part.tolist() for part in current.cpu().split(lengths)])
 
+    # `generate` reports after each step only; this is the start.
+    if callback is not None:
+        on_step(1.0, torch.full((sum(lengths),), run.store.manifest.mask_id))
     text, latent, watched = run.objective.text, run.objective.latent, None if callback is None else on_step
     given = latents.to(run.device)
     made = generate(run.model, text, latent, mode, config, generator, given, lengths, tokens, watched, words=run.words)

@@ -46,6 +46,7 @@ def wait_for_texts(page: Any, count: int) -> list[str]:
     from playwright.sync_api import expect
 
     expect(page.locator(CELLS)).to_have_count(count, timeout=TEST_TIMEOUT_S * 1000)
+    expect(page.locator(CELLS).first).not_to_be_empty(timeout=TEST_TIMEOUT_S * 1000)  # there are empty ones at first
     return page.locator(CELLS).all_inner_texts()
 
 
