@@ -39,11 +39,6 @@ def fits(run: LoadedRun, texts: Sequence[Sequence[str]]) -> np.ndarray:
     return np.nan_to_num(cosine(encoded, np.repeat(encode_texts(run, TEXTS), len(texts[0]), axis=0)), nan=-1)
 
 
-def test_one_text_is_the_nearest_of_several_lengths(short_run: LoadedRun) -> None:
-    best, median = (fits(short_run, shown(short_run, 1, lengths=lengths, temperature=1.0)) for lengths in (9, 1))
-    assert (best >= median - 1e-6).all() and (best > median + 0.01).any()
-
-
 def test_several_texts_differ_and_come_best_first(short_run: LoadedRun) -> None:
     texts = shown(short_run, 3, top_p=0.99)
     assert all(len(set(of_source)) == 3 for of_source in texts)
