@@ -153,7 +153,7 @@ class Tokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
-    def words(self) -> tuple[int, ...]:
+    def word_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that are a word or the beginning of one."""
         vocabulary = self._backend.get_vocab(with_added_tokens=False)
         has_spaces = any(token.startswith(("Ġ", "▁")) for token in vocabulary)

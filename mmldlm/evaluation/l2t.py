@@ -102,7 +102,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     reference_tokens = evaluation.tokens[:count]
     references, truth = evaluation.decode(reference_tokens), evaluation.raw_latents[:count]
     metrics: dict[str, Any] = {"texts": count}
-    sampling, words = evaluation.run.config.sampling, frozenset(evaluation.run.tokenizer.words)
+    sampling, words = evaluation.run.config.sampling, frozenset(evaluation.run.tokenizer.word_ids)
 
     def add(suffix: str, tokens: Sequence[Sequence[int]]) -> list[str]:
         texts = evaluation.decode(tokens)

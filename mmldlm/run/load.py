@@ -68,7 +68,7 @@ class LoadedRun:
     def words(self) -> Tensor:
         """Which tokens are words, bool [V]."""
         is_word = torch.zeros(self.store.manifest.vocab_size, dtype=torch.bool)
-        is_word[list(self.tokenizer.words)] = True
+        is_word[list(self.tokenizer.word_ids)] = True
         return is_word.to(self.device)
 
     @functools.cached_property
