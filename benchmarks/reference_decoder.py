@@ -78,6 +78,7 @@ def measure(config: RunConfig, store: Store, seed: int) -> dict[str, Any]:
     started = time.process_time()
     model = train(replace(config, run=replace(config.run, seed=seed)), store)
     train_cpu_s = time.process_time() - started
+    print_status(f"{store.path.name}, seed {seed}: trained in {train_cpu_s / 60:.1f} CPU minutes")
     split, tokenizer = store.split("test"), Tokenizer.load(store.path / "tokenizer")
     encoder, words = load_encoder(store.path / "encoder"), frozenset(tokenizer.word_ids)
     flat, lengths, raw_latents = split.gather(draw_samples(split, len(split), np.random.default_rng(0)))
@@ -139,7 +140,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in names:
             path, case = options.store or prepare_corpus(name, folder)[0], CASES[name]
             config, store = load_config(ROOT / case.config, [f"data.path={path}", *options.settings]), Store.open(path)
-            print_status(f"{name}: training {len(options.seeds)} seeds")
             given = {"config": case.config, "settings": options.settings, **circumstances(torch.device("cpu"))}
             measured[name] = {**given, "seeds": [measure(config, store, seed) for seed in options.seeds]}
     write_corpora("reference_decoder", measured, options.out)
