@@ -390,6 +390,14 @@ def working_folder(keep: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
+def write_corpora(benchmark: str, measured: Mapping[str, Any], folder: Path) -> None:
+    """Write the results of corpora; one that is not measured now keeps its last result."""
+    path = folder / f"{benchmark}.json"
+    earlier = json.loads(path.read_text(encoding="utf-8"))["corpora"] if path.exists() else {}
+    corpora = {name: (earlier | measured)[name] for name in CASES if name in earlier | measured}
+    write_json({"benchmark": benchmark, "corpora": corpora}, folder, benchmark)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = plain_parser("learning", "What the quickstart learns.")
     parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings of the run config, for a trial")
@@ -399,13 +407,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="stores and runs stay there, and are resumed")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of learning.json (%(default)s)")
     options = parser.parse_intermixed_args(argv)
-    names, path = select_names("--corpora", options.corpora, list(CASES)), options.out / "learning.json"
-    # A corpus that is not measured now keeps its last result.
-    earlier = json.loads(path.read_text(encoding="utf-8"))["corpora"] if path.exists() else {}
+    names = select_names("--corpora", options.corpora, list(CASES))
     with working_folder(options.keep) as folder:
         measured = {name: measure(name, options, folder) for name in names}
-    corpora = {name: (earlier | measured)[name] for name in CASES if name in earlier | measured}
-    write_json({"benchmark": "learning", "corpora": corpora}, options.out, path.stem)
+    write_corpora("learning", measured, options.out)
     rows = [(name, row) for name, corpus in measured.items() for row in corpus["bars"]]
     for name, row in rows:
         values = " ".join(_number(each) for each in row["values"])
