@@ -180,8 +180,8 @@ def generate(
         known = torch.full((sum(lengths),), text.mask_id) if template is None else template
         given = latents, lengths, known
         _, latents, _ = _reverse(model, text, latent, "t2l", config, generator, *given, every_step=every_step)
-        drawn = {"decoding": config.resolve_decoding("joint"), "temperature": config.resolve_temperature("joint")}
-        mode, config = "l2t", replace(config, **drawn)
+        decoding, temperature = config.resolve_decoding("joint"), config.resolve_temperature("joint")
+        mode, config = "l2t", replace(config, decoding=decoding, temperature=temperature)
     elif mode == "t2l":
         steps = config.resolve_t2l_steps(latent.prediction_type)
         # A single step of DDIM is the estimate of x0 itself, one of Euler is far from it.
