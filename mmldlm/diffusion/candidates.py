@@ -54,7 +54,7 @@ def generate_best(
         words, template, every_step: See `generate`.
         on_step: Called with the tokens of all candidates, their lengths and the noise time.
     """
-    config = replace(config, temperature=config.resolve_temperature("l2t", count))
+    config = replace(config, temperature=config.resolve_temperature("l2t", latents.shape[1], count))
     if lengths is None:
         medians = torch.tensor(draw_lengths(model, text.mask_id, latents, 0.0, generator))
         tried = lengths_around(medians, config.lengths, max_length)

@@ -42,7 +42,7 @@ class SamplingConfig:
     temperature: float | None = setting(
         None,
         "temperature of the token distributions; 0: the most likely token; null: 0 for one text of a latent, where "
-        "draws only add errors, 0.6 in joint and for several texts of a latent",
+        "draws only add errors, and for that of several latent tokens in joint, otherwise 0.6",
         at_least=0,
         advice="1 if samples should follow the likelihood",
     )
@@ -61,7 +61,8 @@ class SamplingConfig:
     decoding: Literal["auto", TextDecoding] = setting(
         "auto",
         "order in which tokens are unmasked; ancestral: at random, as in the reverse process; confidence: the most "
-        "confident first; auto: confidence in l2t without remask, otherwise ancestral",
+        "confident first; auto: confidence in l2t, and in joint where latents come first and have several tokens, "
+        "without remask; otherwise ancestral",
         advice="confidence generates better texts from a latent; ancestral if samples should follow the likelihood, "
         "as in joint",
     )
@@ -92,21 +93,25 @@ class SamplingConfig:
         """Return the reverse steps of t2l; one is enough where the network predicts x0 itself."""
         return self.t2l_steps or (1 if prediction == "x0" else self.steps)
 
-    def resolve_temperature(self, mode: Mode, count: int = 1) -> float:
-        """Return the temperature of a mode, for `count` texts of each latent."""
+    def resolve_temperature(self, mode: Mode, latent_tokens: int, count: int = 1) -> float:
+        """Return the temperature of a mode, for `count` texts of each latent, which has `latent_tokens`."""
         if self.temperature is not None:
             return self.temperature
-        return 0.0 if mode == "l2t" and count == 1 else DRAW_TEMPERATURE
+        return 0.0 if count == 1 and self._is_determined(mode, latent_tokens) else DRAW_TEMPERATURE
 
-    def resolve_decoding(self, mode: Mode) -> TextDecoding:
-        """Return the decoding of a mode.
+    def resolve_decoding(self, mode: Mode, latent_tokens: int) -> TextDecoding:
+        """Return the decoding of a mode, for latents of `latent_tokens`.
 
-        Decoding by confidence gives better texts where a latent determines their content. In joint nothing does, and
-        every text would collapse to what is most likely overall: the same few words.
+        Decoding by confidence gives better texts where a latent determines their content. Where nothing does, every
+        text would collapse to what is most likely overall: the same few words.
         """
         if self.decoding != "auto":
             return self.decoding
-        return "confidence" if mode == "l2t" and not self.remask else "ancestral"
+        return "confidence" if self._is_determined(mode, latent_tokens) and not self.remask else "ancestral"
+
+    def _is_determined(self, mode: Mode, latent_tokens: int) -> bool:
+        """Return whether a text follows from its latent: in joint from one of several tokens that comes first."""
+        return mode == "l2t" or (mode == "joint" and self.joint_order == "latents_first" and latent_tokens > 1)
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,9 @@ def generate(
         known = torch.full((sum(lengths),), text.mask_id) if template is None else template
         given = latents, lengths, known
         _, latents, _ = _reverse(model, text, latent, "t2l", config, generator, *given, every_step=every_step)
-        decoding, temperature = config.resolve_decoding("joint"), config.resolve_temperature("joint")
+        tokens_each = latents.shape[1]
+        decoding = config.resolve_decoding("joint", tokens_each)
+        temperature = config.resolve_temperature("joint", tokens_each)
         mode, config = "l2t", replace(config, decoding=decoding, temperature=temperature)
     elif mode == "t2l":
         steps = config.resolve_t2l_steps(latent.prediction_type)
@@ -222,7 +229,7 @@ def _reverse(
         uniforms = draw_uniform(generator, config.steps, masked.layout.lengths)
         decoder = (
             ConfidenceDecoder(text, grid, uniforms, masked.layout)
-            if config.resolve_decoding(mode) == "confidence"
+            if config.resolve_decoding(mode, latents.shape[1]) == "confidence"
             else AncestralDecoder(text, grid, uniforms, config.remask, device)
         )
     else:
@@ -230,7 +237,7 @@ def _reverse(
         x = tokens.to(device)
         masked_share = [float((part == text.mask_id).float().mean()) for part in tokens.cpu().split(lengths)]
         given_time = torch.tensor(masked_share).to(device)
-    all_masked, temperature = torch.full_like(x, text.mask_id), config.resolve_temperature(mode)
+    all_masked, temperature = torch.full_like(x, text.mask_id), config.resolve_temperature(mode, latents.shape[1])
     log_p = torch.zeros(len(masked.positions) if generates_text else 0, dtype=torch.float64, device=device)
 
     def times(value: float) -> Tensor:

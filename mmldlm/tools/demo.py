@@ -285,7 +285,7 @@ class Page:
         config = self.run.config.sampling
         defaults = {**dump(Request()), **dump(config)}
         defaults["t2l_steps"] = config.resolve_t2l_steps(self.run.config.latent.prediction)
-        defaults["temperature"] = config.resolve_temperature("l2t", Request().count)
+        defaults["temperature"] = config.resolve_temperature("l2t", 1, Request().count)
         label, step = _LABELS.get(name, name.capitalize()), 0.1 if name in ("guidance", "temperature") else 1
         if name == "guidance" and "joint" not in self.run.config.trained_modes:
             return self.gr.Number(1, label=f"{label} (needs joint training)", interactive=False, min_width=FIELD_WIDTH)

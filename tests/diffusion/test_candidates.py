@@ -31,7 +31,14 @@ class Network:
         self.logits, self.passes = logits, list[tuple[int, ...]]()
 
     def __call__(
-        self, tokens: Tensor, latents: Tensor, t_text: Tensor, t_latent: Tensor, layout: PackedLayout, rows: Tensor, _: None
+        self,
+        tokens: Tensor,
+        latents: Tensor,
+        t_text: Tensor,
+        t_latent: Tensor,
+        layout: PackedLayout,
+        rows: Tensor,
+        _: None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         self.passes.append(layout.lengths)
         length = torch.full((len(latents), LONGEST), -50.0)
