@@ -186,7 +186,7 @@ def test_generation_is_a_function_of_the_seed() -> None:
     def made(seed: int) -> Generation:
         generator = torch.Generator().manual_seed(seed)
         empty = torch.zeros_like(PAIRS.latents)
-        return generate(noisy, TEXT, latent, "joint", SamplingConfig(steps=4), generator, empty, PAIRS.lengths)
+        return generate(noisy, TEXT, latent, "joint", SamplingConfig(4, 1.0), generator, empty, PAIRS.lengths)
 
     assert torch.equal(made(1).tokens, made(1).tokens) and torch.equal(made(1).latents, made(1).latents)
     assert not torch.equal(made(1).tokens, made(2).tokens)
