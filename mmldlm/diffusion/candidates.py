@@ -109,7 +109,6 @@ def generate_best(
 
 
 def lengths_around(medians: Tensor, count: int, max_length: int) -> Tensor:
-    """Return consecutive lengths around each of `medians` [n], int64 [n, `count`], or as many as there are."""
-    count = min(count, max_length)
-    first = (medians - count // 2).clamp(1, max_length - count + 1)
-    return first[:, None] + torch.arange(count)
+    """Return the lengths nearest to each of `medians` [n], nearest first, int64 [n, `count`], or as many as there are."""
+    distance = (torch.arange(1, max_length + 1) - medians[:, None]).abs()
+    return distance.argsort(dim=1, stable=True)[:, :count] + 1

@@ -60,12 +60,12 @@ def best(config: SamplingConfig, network: Network | None = None, **options: obje
 
 @pytest.mark.setting("sampling.lengths")
 def test_lengths_are_around_the_median_and_possible() -> None:
-    around = lengths_around(torch.tensor([1, 2, 6, 11, 12]), 5, 12)
-    assert around.tolist() == [[1, 2, 3, 4, 5]] * 2 + [[4, 5, 6, 7, 8]] + [[8, 9, 10, 11, 12]] * 2
-    assert lengths_around(torch.tensor([2]), 5, 3).tolist() == [[1, 2, 3]]
+    around = lengths_around(torch.tensor([1, 2, 6, 11]), 5, 12)
+    assert around.tolist() == [[1, 2, 3, 4, 5], [2, 1, 3, 4, 5], [6, 5, 7, 4, 8], [11, 10, 12, 9, 8]]
+    assert lengths_around(torch.tensor([2]), 5, 3).tolist() == [[2, 1, 3]]
     network = Network(random_logits())
     best(SamplingConfig(lengths=3), network)
-    assert network.passes[1] == (4, 5, 6) * 3
+    assert network.passes[1] == (5, 4, 6) * 3
     best(SamplingConfig(lengths=1), network := Network(random_logits()))
     assert network.passes[1] == (5,) * 3
 
