@@ -109,6 +109,6 @@ def generate_best(
 
 
 def lengths_around(medians: Tensor, count: int, max_length: int) -> Tensor:
-    """Return the lengths nearest to each of `medians` [n], nearest first, int64 [n, `count`], or as many as there are."""
+    """Return the lengths nearest to each of `medians` [n], nearest first, int64 [n, `count`], or fewer."""
     distance = (torch.arange(1, max_length + 1) - medians[:, None]).abs()
     return distance.argsort(dim=1, stable=True)[:, :count] + 1
