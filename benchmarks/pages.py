@@ -13,12 +13,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import gpu_bars, real_run
+from benchmarks import gpu_bars, real_run, reference_decoder
 from benchmarks.common.report import RESULTS, ROOT, markdown
 from benchmarks.learning import learning_blocks
 
 _BLOCK = re.compile(r"<!-- results:([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
-_MAKERS = {"learning": learning_blocks, "real_run": real_run.blocks}
+_MAKERS = {
+    "learning": learning_blocks,
+    "real_run": real_run.blocks,
+    "reference_decoder": reference_decoder.blocks,
+}
 
 
 def all_blocks() -> dict[str, str]:
@@ -26,7 +30,8 @@ def all_blocks() -> dict[str, str]:
     made: dict[str, str] = {}
     for name, make in _MAKERS.items():
         path = RESULTS / f"{name}.json"
-        made |= make(json.loads(path.read_text(encoding="utf-8")))
+        if path.is_file():
+            made |= make(json.loads(path.read_text(encoding="utf-8")))
     made["gpu-bars"] = markdown(gpu_bars.rows(gpu_bars.committed()))
     return made
 

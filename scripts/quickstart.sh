@@ -21,7 +21,8 @@ mmldlm="${bin}mmldlm"
 
 step() { printf '\n==> %s\n    %s\n' "$1" "$2"; }
 
-prepare=(prepare --corpus simple-docs --tokenizer words --latent-tokens 4 --on-problem skip --out data/simple-docs)
+prepare=(prepare --corpus simple-docs --tokenizer words --encoder learned --latent-tokens 4 --on-problem skip)
+prepare+=(--out data/simple-docs)
 step "1/4 Preparing data: short English sentences from the docs of Python and of installed packages" \
   "mmldlm ${prepare[*]}"
 "$mmldlm" "${prepare[@]}"

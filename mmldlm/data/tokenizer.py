@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,10 @@ from mmldlm.errors import DataError
 MASK, PAD = "[MASK]", "[PAD]"
 BUILT_IN = ("bpe", "words", "characters")  # names; any other tokenizer is given as a tokenizer.json
 LOWERCASE_ALPHABET = "abcdefghijklmnopqrstuvwxyz "  # of text8
+
+# Letters after a space, which is Ġ in byte-level vocabularies and ▁ in those of SentencePiece. Their letters outside of
+# ASCII are spelled in several ways, so a letter is what is not a digit or sign of ASCII.
+_WORD, _WORD_WITHOUT_SPACE = re.compile(r"[Ġ▁][^!-@\[-`{-~]+"), re.compile(r"[^!-@\[-`{-~]{2,}")
 
 
 class Tokenizer:
@@ -146,6 +151,14 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """The largest id plus one."""
         return max(self._backend.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def word_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens that are a word or the beginning of one."""
+        vocabulary = self._backend.get_vocab(with_added_tokens=False)
+        has_spaces = any(token.startswith(("Ġ", "▁")) for token in vocabulary)
+        word = _WORD if has_spaces else _WORD_WITHOUT_SPACE  # WordPiece, where ## marks what begins no word
+        return tuple(sorted(index for token, index in vocabulary.items() if word.fullmatch(token)))
 
     @property
     def identity(self) -> str:

@@ -20,6 +20,7 @@ from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.masked import MaskedDiffusion
 
 TextDecoding = Literal["ancestral", "confidence"]
+EXCLUDED_LOGIT = -1e9  # of a token with probability zero, as in the text head
 CHUNK_ROWS = 256  # rows of probabilities in memory at a time
 
 
@@ -122,6 +123,26 @@ def token_probabilities(logits: Tensor, temperature: float, top_p: float) -> Ten
     removed = sorted_p.cumsum(-1) - sorted_p >= top_p
     p = p.masked_fill(torch.zeros_like(removed).scatter(-1, index, removed), 0.0)
     return p / p.sum(-1, keepdim=True)
+
+
+def without_neighbors(logits: Tensor, tokens: Tensor, positions: Tensor, layout: PackedLayout, words: Tensor) -> Tensor:
+    """Return logits [P, V] in which no word that stands beside its position is possible.
+
+    A network that predicts each position by itself tends to write a word twice: it expects it at both places.
+
+    Args:
+        tokens: The current tokens [N].
+        positions: Places of the rows in `tokens`, int64 [P].
+        words: bool [V], which tokens are words.
+    """
+    for offset in (-1, 1):
+        beside = (positions + offset).clamp(0, len(tokens) - 1)
+        found = tokens[beside]
+        same_text = layout.sample_of_token[beside] == layout.sample_of_token[positions]
+        excluded = (words[found] & same_text & (beside != positions)).unsqueeze(1)
+        column = found.unsqueeze(1)
+        logits = logits.scatter(1, column, logits.gather(1, column).masked_fill(excluded, EXCLUDED_LOGIT))
+    return logits
 
 
 def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:

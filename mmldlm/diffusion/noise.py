@@ -140,7 +140,13 @@ class SampleStreams:
     """
 
     def __init__(self, seed: int, kind: int, slots: Tensor):
+        self._key = seed, kind, slots
         self._streams = [random_stream(seed, purpose=2, step=kind, slot=slot) for slot in slots.tolist()]
+
+    def repeat(self, times: int) -> SampleStreams:
+        """Return as many streams for each sample, those of one next to each other."""
+        seed, kind, slots = self._key
+        return SampleStreams(seed, kind, (slots[:, None] * times + torch.arange(times)).flatten())
 
     def normal(self, shape: Sequence[int]) -> Tensor:
         """Return standard normal numbers, float32 of `shape` [B, ...]."""

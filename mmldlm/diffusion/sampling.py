@@ -6,6 +6,7 @@ objects that corrupt the data and weigh the losses in training.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import PackedLayout
-from mmldlm.diffusion.decoding import AncestralDecoder, ConfidenceDecoder, TextDecoding, draw_tokens
+from mmldlm.diffusion.decoding import AncestralDecoder, ConfidenceDecoder, TextDecoding, draw_tokens, without_neighbors
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode, RandomSource, draw_normal, draw_uniform
@@ -24,6 +25,8 @@ from mmldlm.settings.declaration import setting
 
 # Part of error messages: what classifier-free guidance requires.
 GUIDANCE_NEEDS = "a run that trained joint: only there the network saw t = 1, the null condition, together with data"
+
+DRAW_TEMPERATURE = 0.6  # where texts are drawn, by default
 
 
 @dataclass(frozen=True)
@@ -36,18 +39,30 @@ class SamplingConfig:
         at_least=1,
         advice="Time is proportional to it; many more steps than tokens to generate change little",
     )
-    temperature: float = setting(
-        1.0,
-        "temperature of the token distributions; 0: the most likely token",
+    temperature: float | None = setting(
+        None,
+        "temperature of the token distributions; 0: the most likely token; null: 0 for one text of a latent, where "
+        "draws only add errors, and for that of several latent tokens in joint, otherwise 0.6",
         at_least=0,
-        advice="Below 1 for small models: the quickstart has 0.6",
+        advice="1 if samples should follow the likelihood",
+    )
+    lengths: int = setting(
+        5,
+        "l2t without a given length: lengths around the length head's median at which texts are generated; the text "
+        "that fits the latent best is kept, by the encoder's latent of it, or by its likelihood without an encoder",
+        at_least=1,
+        advice="Time is proportional to it; 1: the median alone",
+    )
+    doubled_words: Literal["avoid", "allow"] = setting(
+        "avoid", "whether a generated word may stand next to itself; avoid: the position takes the next likely token"
     )
     top_p: float = setting(1.0, "tokens are drawn from the smallest set with this probability mass", above=0, at_most=1)
     guidance: float = setting(1.0, "classifier-free guidance scale (l2t and t2l); 1: none", at_least=0)
     decoding: Literal["auto", TextDecoding] = setting(
         "auto",
         "order in which tokens are unmasked; ancestral: at random, as in the reverse process; confidence: the most "
-        "confident first; auto: confidence in l2t without remask, otherwise ancestral",
+        "confident first; auto: confidence in l2t, and in joint where latents come first and have several tokens, "
+        "without remask; otherwise ancestral",
         advice="confidence generates better texts from a latent; ancestral if samples should follow the likelihood, "
         "as in joint",
     )
@@ -78,15 +93,25 @@ class SamplingConfig:
         """Return the reverse steps of t2l; one is enough where the network predicts x0 itself."""
         return self.t2l_steps or (1 if prediction == "x0" else self.steps)
 
-    def resolve_decoding(self, mode: Mode) -> TextDecoding:
-        """Return the decoding of a mode.
+    def resolve_temperature(self, mode: Mode, latent_tokens: int, count: int = 1) -> float:
+        """Return the temperature of a mode, for `count` texts of each latent, which has `latent_tokens`."""
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if count == 1 and self._is_determined(mode, latent_tokens) else DRAW_TEMPERATURE
 
-        Decoding by confidence gives better texts where a latent determines their content. In joint nothing does, and
-        every text would collapse to what is most likely overall: the same few words.
+    def resolve_decoding(self, mode: Mode, latent_tokens: int) -> TextDecoding:
+        """Return the decoding of a mode, for latents of `latent_tokens`.
+
+        Decoding by confidence gives better texts where a latent determines their content. Where nothing does, every
+        text would collapse to what is most likely overall: the same few words.
         """
         if self.decoding != "auto":
             return self.decoding
-        return "confidence" if mode == "l2t" and not self.remask else "ancestral"
+        return "confidence" if self._is_determined(mode, latent_tokens) and not self.remask else "ancestral"
+
+    def _is_determined(self, mode: Mode, latent_tokens: int) -> bool:
+        """Return whether a text follows from its latent: in joint from one of several tokens that comes first."""
+        return mode == "l2t" or (mode == "joint" and self.joint_order == "latents_first" and latent_tokens > 1)
 
 
 @dataclass(frozen=True)
@@ -96,6 +121,8 @@ class Generation:
     tokens: Tensor  # int64 [N], on the host
     lengths: tuple[int, ...]
     latents: Tensor  # float32 [B, M, C], on the host, standardized
+    # float64 [B], on the host: mean log likelihood of a generated token, given those that were unmasked before it.
+    log_p: Tensor
 
     def split(self) -> list[list[int]]:
         """Return the token ids of each sample."""
@@ -138,6 +165,8 @@ def generate(
     tokens: Tensor | None = None,
     on_step: Callable[[float, Tensor], None] | None = None,
     template: Tensor | None = None,
+    words: Tensor | None = None,
+    every_step: bool = False,
 ) -> Generation:
     """Generate B samples of known lengths.
 
@@ -148,18 +177,27 @@ def generate(
         tokens: [N], the condition in t2l.
         on_step: Called with (t, tokens) after each step that generates text.
         template: [N], text to infill. Only its [MASK] tokens change; each sample has at least one.
+        words: bool [V], tokens that are words; under `doubled_words: avoid` none is placed next to itself.
+        every_step: Run the network also in steps that need no prediction, where other ranks may need one.
     """
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
     if mode == "joint" and config.joint_order == "latents_first":
         known = torch.full((sum(lengths),), text.mask_id) if template is None else template
-        _, latents = _reverse(model, text, latent, "t2l", config, generator, latents, lengths, known)
-        mode, config = "l2t", replace(config, decoding=config.resolve_decoding("joint"))
+        given = latents, lengths, known
+        _, latents, _ = _reverse(model, text, latent, "t2l", config, generator, *given, every_step=every_step)
+        tokens_each = latents.shape[1]
+        decoding = config.resolve_decoding("joint", tokens_each)
+        temperature = config.resolve_temperature("joint", tokens_each)
+        mode, config = "l2t", replace(config, decoding=decoding, temperature=temperature)
     elif mode == "t2l":
         steps = config.resolve_t2l_steps(latent.prediction_type)
         # A single step of DDIM is the estimate of x0 itself, one of Euler is far from it.
         config = replace(config, steps=steps, latent_sampler="ddim" if steps == 1 else config.latent_sampler)
-    x, z = _reverse(model, text, latent, mode, config, generator, latents, lengths, tokens, on_step, template)
-    return Generation(x.cpu(), lengths, z.float().cpu())
+    words = words if config.doubled_words == "avoid" else None
+    x, z, log_p = _reverse(
+        model, text, latent, mode, config, generator, latents, lengths, tokens, on_step, template, words, every_step
+    )
+    return Generation(x.cpu(), lengths, z.float().cpu(), log_p.cpu())
 
 
 def _reverse(
@@ -174,8 +212,10 @@ def _reverse(
     tokens: Tensor | None = None,
     on_step: Callable[[float, Tensor], None] | None = None,
     template: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Run the reverse process of `generate`; return tokens [N] and latents [B, M, C], on the device."""
+    words: Tensor | None = None,
+    every_step: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the reverse process of `generate`; return tokens [N], latents [B, M, C] and `log_p` [B], on the device."""
     device, batch = latents.device, latents.shape[0]
     layout = PackedLayout(lengths, latents.shape[1], device)
     grid = torch.linspace(1, 0, config.steps + 1).tolist()
@@ -189,7 +229,7 @@ def _reverse(
         uniforms = draw_uniform(generator, config.steps, masked.layout.lengths)
         decoder = (
             ConfidenceDecoder(text, grid, uniforms, masked.layout)
-            if config.resolve_decoding(mode) == "confidence"
+            if config.resolve_decoding(mode, latents.shape[1]) == "confidence"
             else AncestralDecoder(text, grid, uniforms, config.remask, device)
         )
     else:
@@ -197,7 +237,8 @@ def _reverse(
         x = tokens.to(device)
         masked_share = [float((part == text.mask_id).float().mean()) for part in tokens.cpu().split(lengths)]
         given_time = torch.tensor(masked_share).to(device)
-    all_masked = torch.full_like(x, text.mask_id)
+    all_masked, temperature = torch.full_like(x, text.mask_id), config.resolve_temperature(mode, latents.shape[1])
+    log_p = torch.zeros(len(masked.positions) if generates_text else 0, dtype=torch.float64, device=device)
 
     def times(value: float) -> Tensor:
         return torch.full((batch,), value, device=device)
@@ -212,7 +253,7 @@ def _reverse(
             positions = masked.positions[rows]
         t_text, t_latent = t * masked.fraction if generates_text else given_time, times(t if generates_latent else 0.0)
         drawn, confidence = positions, z.new_empty(0)  # of no position, unless the network runs
-        if generates_latent or len(positions):  # otherwise the prediction is not used
+        if generates_latent or len(positions) or every_step:  # otherwise the prediction is not used
             logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
             # The null condition is t = 1 of the given modality: noise as latents, or only [MASK] as text.
             if config.guidance != 1:
@@ -225,12 +266,19 @@ def _reverse(
             if generates_latent:
                 z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
             if generates_text:
-                drawn, confidence = draw_tokens(logits, decoder.uniforms[step], config.temperature, config.top_p)
+                if words is not None:
+                    logits = without_neighbors(logits, x, positions, layout, words)
+                drawn, confidence = draw_tokens(logits, decoder.uniforms[step], temperature, config.top_p)
+                log_p = log_p.index_copy(0, rows, confidence)  # the last one of a position is that of its token
         if generates_text:
             x = x.index_copy(0, masked.positions, decoder.update(step, before, rows, drawn, confidence))
             if on_step is not None:
                 on_step(s, x)
-    return x, z
+    if not generates_text:
+        return x, z, torch.full((batch,), math.nan, dtype=torch.float64)
+    sums = torch.zeros(batch, dtype=torch.float64, device=device)
+    sums = sums.index_add(0, masked.layout.sample_of_token, log_p)
+    return x, z, sums / torch.tensor(masked.layout.lengths, device=device)
 
 
 @torch.no_grad()

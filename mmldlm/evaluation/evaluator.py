@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from mmldlm.batch import Batch
-from mmldlm.data.encoders import LatentEncoder, load_encoder
+from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.loader import collate
 from mmldlm.data.nearest import TextIndex, draw_samples
 from mmldlm.data.store import Split, Store
@@ -27,6 +27,7 @@ from mmldlm.diffusion.sampling import SamplingConfig, generate
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.errors import DataError
 from mmldlm.run.load import LoadedRun
+from mmldlm.run.texts import generate_texts
 from mmldlm.utils.progress import Progress
 
 ENCODER_BATCH_SIZE = 64  # texts
@@ -73,6 +74,7 @@ class Evaluation:
         ids: Indices in the split of documents known to be good; by default they are drawn with `config.seed`. A split
             with fewer than two documents is a `DataError` then.
         progress: Reports the micro-batches of this rank; by default silent.
+        chooses: Whether the encoder chooses among texts of several lengths; otherwise their likelihood does.
     """
 
     def __init__(
@@ -82,9 +84,13 @@ class Evaluation:
         processes: Collectives | None = None,
         ids: Sequence[int] | None = None,
         progress: Progress | None = None,
+        chooses: bool = False,
     ):
+        self.chooses = chooses
         self.progress = progress or Progress(enabled=False)
         self.run, self.config, self.processes = run, config, processes or Collectives()
+        # Where a forward pass is collective, all ranks run equally many, whatever the lengths of their texts.
+        self._every_step = self.processes.shards_parameters
         store, self._good_splits = run.store, dict[str, Split]()
         self.split = store.split(config.split) if ids is not None else self.good_split(config.split)
         rng = np.random.default_rng(config.seed)
@@ -122,10 +128,10 @@ class Evaluation:
         """Number of characters of each document [n]."""
         return self.split.characters[self.ids]
 
-    @cached_property
+    @property
     def encoder(self) -> LatentEncoder:
         """The encoder that computed the store's latents."""
-        return load_encoder(self.run.store.path / "encoder")
+        return self.run.encoder
 
     # --- distribution over ranks ----------------------------------------------------------------------------
 
@@ -165,11 +171,17 @@ class Evaluation:
 
     # --- generation -----------------------------------------------------------------------------------------
 
-    def generate(self, mode: Mode, condition: Condition, count: int, sampling: SamplingConfig) -> GeneratedSamples:
-        """Generate latents and tokens for the first `count` documents, with their lengths (collective)."""
+    def generate(
+        self, mode: Mode, condition: Condition, count: int, sampling: SamplingConfig, own_length: bool = False
+    ) -> GeneratedSamples:
+        """Generate latents and tokens for the first `count` documents (collective).
+
+        With their lengths; with `own_length`, which l2t has, as `mmldlm sample` does, with lengths of the network's
+        own. The encoder chooses among them, if `self.chooses`.
+        """
         if mode == "joint":  # which has no condition to be guided to
             sampling = replace(sampling, guidance=1.0)
-        return self._generate(mode, self.batches(condition, count), self.lengths[:count], sampling)
+        return self._generate(mode, self.batches(condition, count), self.lengths[:count], sampling, own_length)
 
     def generate_latents(self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig) -> np.ndarray:
         """Generate the standardized latents [n, M, C] of texts given as tokens, in t2l (collective)."""
@@ -185,33 +197,45 @@ class Evaluation:
 
     @torch.no_grad()
     def _generate(
-        self, mode: Mode, batches: Iterator[tuple[bool, Batch]], lengths: np.ndarray, sampling: SamplingConfig
+        self,
+        mode: Mode,
+        batches: Iterator[tuple[bool, Batch]],
+        lengths: np.ndarray,
+        sampling: SamplingConfig,
+        own_length: bool = False,
     ) -> GeneratedSamples:
-        run, stops = self.run, lengths.cumsum()
+        run = self.run
         latents = np.zeros((len(lengths), *self.raw_latents.shape[1:]))
-        # float64 holds every token id exactly, so that one sum over the ranks can merge them.
-        tokens = np.zeros(int(stops[-1]))
-        # `stops` are the ends of the texts in one flat array of all tokens.
+        # float64 holds every token id and length exactly, so that one sum over the ranks can merge them.
+        texts = np.zeros((len(lengths), 1 + run.store.manifest.max_length))
         for counted, batch in batches:
-            generation = generate(
-                run.model,
-                run.objective.text,
-                run.objective.latent,
-                mode,
-                sampling,
-                SampleStreams(self.config.seed, MODES.index(mode), batch.slots),
-                batch.latents.to(run.device),
-                batch.lengths,
-                batch.tokens,
-            )
+            streams, given = SampleStreams(self.config.seed, MODES.index(mode), batch.slots), batch.latents
+            if own_length:
+                generation = generate_texts(
+                    run, sampling, streams, given, self.encoder if self.chooses else None, every_step=self._every_step
+                )
+            else:
+                generation = generate(
+                    run.model,
+                    run.objective.text,
+                    run.objective.latent,
+                    mode,
+                    sampling,
+                    streams,
+                    given.to(run.device),
+                    batch.lengths,
+                    batch.tokens,
+                    words=run.words,
+                    every_step=self._every_step,
+                )
             if not counted:
                 continue
             latents[batch.slots.numpy()] = generation.latents
             for slot, text in zip(batch.slots.tolist(), generation.split(), strict=True):
-                tokens[stops[slot] - len(text) : stops[slot]] = text
-        all_tokens = self.sum_over_ranks(tokens).astype(np.int64)
-        texts = [part.tolist() for part in np.split(all_tokens, stops[:-1])]
-        return GeneratedSamples(self.sum_over_ranks(latents).astype(np.float32), texts)
+                texts[slot, : 1 + len(text)] = len(text), *text
+        merged = self.sum_over_ranks(texts).astype(np.int64)
+        tokens = [row[1 : 1 + row[0]].tolist() for row in merged]
+        return GeneratedSamples(self.sum_over_ranks(latents).astype(np.float32), tokens)
 
     # --- baselines ------------------------------------------------------------------------------------------
 

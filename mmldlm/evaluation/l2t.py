@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -24,13 +26,14 @@ def reference_metrics(
     references: Sequence[str],
     with_intervals: bool = False,
 ) -> dict[str, Any]:
-    """Return how similar texts are to references with the same lengths, by tokens, words and characters.
+    """Return how similar texts are to references, by tokens at the same places, words and characters.
 
     The intervals of BLEU and chrF are of the bootstrap over documents (Koehn, 2004, EMNLP), which takes seconds.
     """
     from sacrebleu.metrics import BLEU, CHRF  # here, since every training imports this module
     from sacrebleu.significance import _bootstrap_resample
 
+    # `map` ends with the shorter of both.
     matches = [sum(map(int.__eq__, text, true)) for text, true in zip(tokens, reference_tokens, strict=True)]
     accuracy = ratio_of_sums(
         np.array(matches, np.float64), np.array([len(text) for text in reference_tokens], np.float64)
@@ -62,6 +65,20 @@ def reencoding_metrics(encoded: np.ndarray, truth: np.ndarray) -> dict[str, Any]
     return {**metrics, "unencodable": len(similarity) - len(finite)}
 
 
+def fault_metrics(
+    tokens: Sequence[Sequence[int]], reference_tokens: Sequence[Sequence[int]], words: Set[int]
+) -> dict[str, float]:
+    """Return the shares of texts with a word next to itself, and of those that a swap of two neighbors makes right."""
+    doubled = [any(a == b and a in words for a, b in pairwise(text)) for text in tokens]
+    swapped = 0
+    for text, true in zip(tokens, reference_tokens, strict=True):
+        wrong = [place for place, pair in enumerate(zip(text, true, strict=False)) if pair[0] != pair[1]]
+        if len(text) == len(true) and len(wrong) == 2 and wrong[1] == wrong[0] + 1:
+            first, second = wrong
+            swapped += (text[first], text[second]) == (true[second], true[first])
+    return {"doubled_words": sum(doubled) / len(tokens), "swapped_neighbors": swapped / len(tokens)}
+
+
 def memorization_metrics(evaluation: Evaluation, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return how similar generated texts are to their nearest training texts, and held-out documents (`_true`).
 
@@ -77,27 +94,31 @@ def memorization_metrics(evaluation: Evaluation, tokens: Sequence[Sequence[int]]
 
 
 def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the l2t metrics of generated texts (collective).
+    """Return the l2t metrics of generated texts, at lengths of the network's own as a user gets them (collective).
 
-    Suffixes name what was measured instead of texts generated from the document's latent: `_shuffled` texts from
-    another document's latent, `_mean_latent` texts from the mean latent, `_unigram` tokens drawn by frequency, `_true`
-    the references.
+    Suffixes name what was measured instead of texts generated from the document's latent: `_true_length` texts with
+    the document's length, `_shuffled` texts from another document's latent, `_mean_latent` texts from the mean latent,
+    `_unigram` tokens drawn by frequency, `_true` the references.
     """
     count = evaluation.num_texts
     reference_tokens = evaluation.tokens[:count]
     references, truth = evaluation.decode(reference_tokens), evaluation.raw_latents[:count]
     metrics: dict[str, Any] = {"texts": count}
+    sampling, words = evaluation.run.config.sampling, frozenset(evaluation.run.tokenizer.word_ids)
 
     def add(suffix: str, tokens: Sequence[Sequence[int]]) -> list[str]:
         texts = evaluation.decode(tokens)
         measured = reference_metrics(tokens, texts, reference_tokens, references, with_intervals=not suffix)
         measured |= reencoding_metrics(evaluation.encode(texts), truth)
+        measured |= fault_metrics(tokens, reference_tokens, words)
         metrics.update({_add_suffix(key, suffix): value for key, value in measured.items()})
         return texts
 
     for condition, suffix in SUFFIXES.items():
         evaluation.progress.phase(f"texts from latents, latent {condition}")
-        generated = evaluation.generate("l2t", condition, count, evaluation.run.config.sampling).tokens
+        # Of the baselines only the median length is tried: a choice among texts of no use is not worth its time.
+        tried = sampling if condition == "own" else replace(sampling, lengths=1)
+        generated = evaluation.generate("l2t", condition, count, tried, own_length=True).tokens
         texts = add(suffix, generated)
         if condition == "own":
             metrics |= memorization_metrics(evaluation, generated)
@@ -105,9 +126,12 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
             metrics["samples"] = [{"reference": reference, "generation": text} for reference, text in pairs]
             exact = np.array([text == true for text, true in zip(texts, references, strict=True)])
             metrics["exact_match_by_length"] = _exact_match_by_length(exact, evaluation.lengths[:count])
+    evaluation.progress.phase("texts from latents, at the documents' lengths")
+    add("_true_length", evaluation.generate("l2t", "own", count, sampling).tokens)
     evaluation.progress.phase("texts from token frequencies")
     add("_unigram", evaluation.unigram_tokens(count))
     upper_bound = reencoding_metrics(evaluation.encode(references), truth)
+    upper_bound |= {"doubled_words": fault_metrics(reference_tokens, reference_tokens, words)["doubled_words"]}
     return metrics | {_add_suffix(key, "_true"): value for key, value in upper_bound.items()}
 
 

@@ -6,6 +6,7 @@ It needs no encoder and no other model, so it runs wherever the training does.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from mmldlm.distributed.collectives import Collectives
@@ -40,7 +41,8 @@ def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[
 def _l2t(evaluation: Evaluation) -> dict[str, Any]:
     references = evaluation.decode(evaluation.tokens)
     metrics: dict[str, Any] = {}
-    generated = evaluation.generate("l2t", "own", len(references), evaluation.run.config.sampling).tokens
+    sampling = replace(evaluation.run.config.sampling, lengths=1)  # several times the passes for each length more
+    generated = evaluation.generate("l2t", "own", len(references), sampling, own_length=True).tokens
     for suffix, tokens in (("", generated), ("_unigram", evaluation.unigram_tokens(len(references)))):
         measured = reference_metrics(tokens, evaluation.decode(tokens), evaluation.tokens, references)
         metrics |= {key + suffix: value for key, value in measured.items()}

@@ -49,7 +49,7 @@ def evaluate(
     with processes.raise_on_all_ranks("opening of the inputs"):
         progress = progress or Progress(enabled=False)
         progress.phase("opening documents and encoder")
-        evaluation = Evaluation(run, config, processes, progress=progress)
+        evaluation = Evaluation(run, config, processes, progress=progress, chooses=True)
         # Loaded, and sentences tokenized, only to fail here and not after all generations.
         _ = evaluation.encoder
         pairs = read_pairs(sts) if sts and "t2l" in modes else []

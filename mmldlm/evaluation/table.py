@@ -28,15 +28,18 @@ _MEMORIZATION: list[Row] = [
     ("similarity to training text", "training_similarity", {"held-out": "_true"}),
     ("copies of training texts", "training_copies", {"held-out": "_true"}),
 ]
+_OWN_LENGTH = {"true length": "_true_length", "shuffled": "_shuffled", "mean": "_mean_latent", "unigram": "_unigram"}
 _OTHERS = {"shuffled": "_shuffled", "mean": "_mean_latent", "unigram": "_unigram"}
 _L2T: list[Row] = [
     ("bits per token given the latent", "bits_per_token", {**_OTHERS, "bag of words": "_bag_of_words"}),
     *_LIKELIHOOD,
-    ("token accuracy", "token_accuracy", _OTHERS),
-    ("exact match", "exact_match", _OTHERS),
-    ("BLEU", "bleu", _OTHERS),
-    ("chrF", "chrf", _OTHERS),
-    ("re-encoded cosine", "reencoded_cosine", {**_OTHERS, "references": "_true"}),
+    ("token accuracy", "token_accuracy", _OWN_LENGTH),
+    ("exact match", "exact_match", _OWN_LENGTH),
+    ("BLEU", "bleu", _OWN_LENGTH),
+    ("chrF", "chrf", _OWN_LENGTH),
+    ("re-encoded cosine", "reencoded_cosine", {**_OWN_LENGTH, "references": "_true"}),
+    ("texts with a doubled word", "doubled_words", {"true length": "_true_length", "references": "_true"}),
+    ("texts with swapped neighbors", "swapped_neighbors", {"true length": "_true_length"}),
     *_MEMORIZATION,
 ]
 _RANKS = {"chance": "_chance", "ridge": "_ridge"}

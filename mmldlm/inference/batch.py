@@ -34,7 +34,7 @@ from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Problem
 from mmldlm.data.prepare.readers.files import suffix_format
 from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.errors import DataError, RunInUseError, UsageError
-from mmldlm.inference.conditions import load_latents, load_run_encoder
+from mmldlm.inference.conditions import load_latents
 from mmldlm.run.load import LoadedRun, load_run_on_all_ranks, run_config
 from mmldlm.utils.files import fsync, sha256, write_atomically
 from mmldlm.utils.printable import printable
@@ -163,7 +163,7 @@ def read_rows(path: Path, run: LoadedRun) -> tuple[list[Item], Latents]:
 
 def encode_with(run: LoadedRun) -> Latents:
     """Return a function that computes the latents of texts by the run's encoder."""
-    encoder = load_run_encoder(run)
+    encoder = run.encoder
     return lambda _, texts: encoder.encode(texts)
 
 

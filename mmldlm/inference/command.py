@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
-from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -29,8 +28,6 @@ from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
 MAX_POINTS, DEFAULT_POINTS = 1000, 7
-MAX_ROUNDS = 4  # of draws, for distinct candidates
-_SEED_STRIDE = 2**32  # between the seeds of two rounds: no seed that is usually given
 
 _BOUNDS = {"count": (1, None), "length": (1, None), "span_length": (1, None), "points": (2, MAX_POINTS)}
 # Options, and one that each needs; or some that it excludes, and why.
@@ -173,30 +170,29 @@ def generated_lines(
     given = options.text if span is None else [span.text if options.like is None else options.like]
     raw = read_latents(run, options.latents) if options.latents else encode_texts(run, given)
 
-    draw = partial(sample, run, "l2t", config, raw_latents=raw, count=count, length=options.length, template=template)
-    generation, texts = draw(seed, callback=view)
-    candidates = _distinct(texts, count, lambda other: draw(seed + other)[1])
+    generation, texts = sample(
+        run,
+        "l2t",
+        config,
+        seed,
+        raw_latents=raw,
+        count=count,
+        length=options.length,
+        template=template,
+        callback=view,
+    )
+    candidates = [_distinct(texts[first : first + count]) for first in range(0, len(texts), count)]
     if span is not None:
         return generation, [f"edit: {options.edit}", *chain.from_iterable(candidates)]
     sources = [[f"from: {text}"] for text in options.text or ()] or [[]] * len(candidates)
     return generation, [line for pair in zip(sources, candidates, strict=True) for line in chain(*pair)]
 
 
-def _distinct(texts: Sequence[str], count: int, draw: Callable[[int], Sequence[str]]) -> list[list[str]]:
-    """Return lines with up to `count` distinct texts of each condition; `draw` returns more, by another seed."""
-    found: list[dict[str, None]] = [{} for _ in range(len(texts) // count)]
-    for number in range(1, MAX_ROUNDS + 1):
-        for index, text in enumerate(texts):
-            if len(of_condition := found[index // count]) < count:
-                of_condition[text] = None
-        if number == MAX_ROUNDS or all(len(of_condition) == count for of_condition in found):
-            break
-        texts = draw(number * _SEED_STRIDE)
-    lines = [[f"  {text}" for text in of_condition] for of_condition in found]
-    for part in lines:
-        if len(part) < count:
-            more = "a higher sampling.temperature gives more"
-            part.append(f"  (only {len(part)} distinct in {number * count} draws; {more})")
+def _distinct(texts: Sequence[str]) -> list[str]:
+    """Return a line for each different text of a condition, and one that says so if there are fewer than requested."""
+    lines = [f"  {text}" for text in dict.fromkeys(texts)]
+    if len(lines) < len(texts):
+        lines.append(f"  (only {len(lines)} distinct texts; a higher sampling.temperature gives more)")
     return lines
 
 
@@ -219,12 +215,14 @@ def sample_file(options: argparse.Namespace) -> int:
         rows = batch.NO_ROWS if mode == "l2t" else (count, latent.tokens, latent.channels)
 
         def compute(indices: list[int], texts: list[str], latents: np.ndarray | None) -> batch.Results:
-            slots = (torch.tensor(indices)[:, None] * count + torch.arange(count)).flatten()
+            slots = torch.tensor(indices)
+            if mode != "l2t":
+                slots = (slots[:, None] * count + torch.arange(count)).flatten()
             total = len(indices) if mode == "joint" else count
             made, generated = sample(
                 run, mode, config, options.seed, latents, texts, total, options.length, slots=slots
             )
-            parts = [slice(start, start + count) for start in range(0, len(slots), count)]
+            parts = [slice(start, start + count) for start in range(0, len(generated), count)]
             records = [{"texts": generated[part], "tokens": list(made.lengths[part])} for part in parts]
             return records, None if mode == "l2t" else made.latents.numpy().reshape(-1, *rows)
 

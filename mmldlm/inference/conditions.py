@@ -10,14 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.encoders import LatentEncoder, load_encoder
+from mmldlm.data.encoders import LatentEncoder
 from mmldlm.errors import DataError
 from mmldlm.run.load import LoadedRun
-
-
-def load_run_encoder(run: LoadedRun) -> LatentEncoder:
-    """Return the encoder that computed the latents of the run's store."""
-    return load_encoder(run.store.path / "encoder")
 
 
 def encode_or_raise(encoder: LatentEncoder, texts: Sequence[str], hint: str = "") -> np.ndarray:
@@ -34,7 +29,7 @@ def encode_or_raise(encoder: LatentEncoder, texts: Sequence[str], hint: str = ""
 
 def encode_texts(run: LoadedRun, texts: Sequence[str]) -> np.ndarray:
     """Encode `texts` with the run's encoder, see `encode_or_raise`."""
-    return encode_or_raise(load_run_encoder(run), texts, ", or --latents")
+    return encode_or_raise(run.encoder, texts, ", or --latents")
 
 
 def read_latents(run: LoadedRun, path: Path) -> np.ndarray:

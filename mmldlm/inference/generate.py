@@ -16,6 +16,7 @@ from mmldlm.diffusion.noise import MODES, Mode, RandomSource, SampleStreams, dra
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, Generation, SamplingConfig, draw_lengths, generate
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
+from mmldlm.run.texts import encoder_to_choose, generate_texts
 
 # Called with the noise time, from 1 to 0, and the current tokens of each sample.
 StepCallback = Callable[[float, list[list[int]]], None]
@@ -38,13 +39,14 @@ def sample(
 ) -> tuple[Generation, list[str]]:
     """Generate `count` samples for each condition: `raw_latents` [n, M, C] in l2t, `texts` in t2l, none in joint.
 
-    Latents are on the encoder's scale, given and returned.
+    Latents are on the encoder's scale, given and returned. The texts of a latent come best first.
 
     Args:
-        length: Tokens of each text, or of the texts of each condition; by default from the length head: its median in
-            l2t, a draw in joint.
-        callback: Called after each step that generates text.
-        slots: int64 [B], keys of the samples' own random streams; by default all are drawn from one.
+        length: Tokens of each text, or of the texts of each condition; by default from the length head: around its
+            median in l2t, a draw in joint.
+        callback: Called after each step that generates text; in l2t with all candidates, see `generate_best`.
+        slots: int64 [n], or [B] outside of l2t, keys of the conditions' or samples' own random streams; by default all
+            are drawn from one.
         template: In l2t, the tokens of a text of which only [MASK] is generated.
 
     Raises:
@@ -62,24 +64,30 @@ def sample(
         tokens = torch.tensor([token for text_ids in ids for token in text_ids])
         empty = torch.zeros(len(ids), *shape)
         return generate_and_decode(run, mode, config, generator, empty, tuple(map(len, ids)), tokens=tokens)
-    if mode == "l2t":
-        assert raw_latents is not None
-        latents = torch.from_numpy(run.store.standardize(raw_latents)).repeat_interleave(count, 0)
-    else:
+    if mode == "joint":
         # Noise for the length head at t_latent = 1; `generate` draws its own.
         latents = draw_normal(generator, (count, *shape))
-    if template is not None:
-        length = len(template)
-    if length:
-        of_condition = [length] if isinstance(length, int) else list(length)
-        repeats = len(latents) // len(of_condition)
-        if repeats * len(of_condition) != len(latents):
-            raise UsageError(f"lengths: expected one, or one for each condition, found {len(of_condition)}")
-        lengths = tuple(tokens for tokens in of_condition for _ in range(repeats))
     else:
-        lengths = draw_text_lengths(run, latents, generator, t_latent=0.0 if mode == "l2t" else 1.0)
-    flat = None if template is None else torch.tensor([*template] * len(latents))
-    return generate_and_decode(run, mode, config, generator, latents, lengths, template=flat, callback=callback)
+        assert raw_latents is not None
+        latents = torch.from_numpy(run.store.standardize(raw_latents))
+    length = len(template) if template is not None else length
+    lengths = [length] * len(latents) if isinstance(length, int) else list(length or ())
+    if length and len(lengths) != len(latents):
+        raise UsageError(f"lengths: expected one, or one for each condition, found {len(lengths)}")
+    if mode == "joint":
+        drawn = tuple(lengths) if length else draw_text_lengths(run, latents, generator, t_latent=1.0)
+        return generate_and_decode(run, mode, config, generator, latents, drawn, callback=callback)
+    start = None if template is None else torch.tensor(template)
+
+    def on_step(tokens: Tensor, lengths: tuple[int, ...], t: float) -> None:
+        assert callback is not None
+        callback(t, [part.tolist() for part in tokens.cpu().split(lengths)])
+
+    watched = None if callback is None else on_step
+    made = generate_texts(
+        run, config, generator, latents, encoder_to_choose(run), count, lengths if length else None, watched, start
+    )
+    return decoded(run, made)
 
 
 def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
@@ -132,6 +140,7 @@ def interpolate(
         torch.cat([part.tokens for part, _ in results]),
         (length,) * points,
         torch.cat([part.latents for part, _ in results]),
+        torch.cat([part.log_p for part, _ in results]),
     )
     return generation, [text for _, texts in results for text in texts]
 
@@ -144,7 +153,6 @@ def generate_and_decode(
     latents: Tensor,
     lengths: tuple[int, ...],
     tokens: Tensor | None = None,
-    template: Tensor | None = None,
     callback: StepCallback | None = None,
 ) -> tuple[Generation, list[str]]:
     """Call `generate` with standardized `latents` [B, M, C] on the host, and decode the result as `sample` does."""
@@ -155,22 +163,17 @@ def generate_and_decode(
 
     # `generate` reports after each step only; this is the start.
     if callback is not None:
-        on_step(1.0, torch.full((sum(lengths),), run.store.manifest.mask_id) if template is None else template)
-    generation = generate(
-        run.model,
-        run.objective.text,
-        run.objective.latent,
-        mode,
-        config,
-        generator,
-        latents.to(run.device),
-        lengths,
-        tokens,
-        on_step=None if callback is None else on_step,
-        template=template,
-    )
-    restored = torch.from_numpy(run.store.restore(generation.latents.numpy()))
-    return replace(generation, latents=restored), run.tokenizer.decode_batch(generation.split())
+        on_step(1.0, torch.full((sum(lengths),), run.store.manifest.mask_id))
+    text, latent, watched = run.objective.text, run.objective.latent, None if callback is None else on_step
+    given = latents.to(run.device)
+    made = generate(run.model, text, latent, mode, config, generator, given, lengths, tokens, watched, words=run.words)
+    return decoded(run, made)
+
+
+def decoded(run: LoadedRun, made: Generation) -> tuple[Generation, list[str]]:
+    """Return a generation with latents on the encoder's scale, and its texts."""
+    restored = torch.from_numpy(run.store.restore(made.latents.numpy()))
+    return replace(made, latents=restored), run.tokenizer.decode_batch(made.split())
 
 
 def draw_text_lengths(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,11 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import Batch
-from mmldlm.data.encoders import LatentEncoder
 from mmldlm.diffusion.likelihood import bound_terms
 from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import DataError, UsageError
-from mmldlm.inference.conditions import check_latents, encode_or_raise, load_run_encoder
+from mmldlm.inference.conditions import check_latents, encode_or_raise
 from mmldlm.inference.generate import sample, tokenize_texts
 from mmldlm.run.load import LoadedRun, load_run
 from mmldlm.settings.declaration import dump, restore
@@ -104,17 +102,13 @@ class Model(_HubMixin):
         """Tokens of the longest text."""
         return self.run.store.manifest.max_length
 
-    @cached_property
-    def _encoder(self) -> LatentEncoder:
-        return load_run_encoder(self.run)
-
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return the encoder's latents of n texts on its own scale, float32 [n, M, C].
 
         Raises:
             DataError: The encoder has no latent for a text; one whose latents were imported has none for any.
         """
-        return encode_or_raise(self._encoder, _as_list(texts), ", or latents")
+        return encode_or_raise(self.run.encoder, _as_list(texts), ", or latents")
 
     def sample(
         self,

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
 from mmldlm.checkpoint.state import load_model_state
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import CONFIG_NAME, RunConfig, load_config
+from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
@@ -61,6 +63,18 @@ class LoadedRun:
     weights: Weights  # which weights the model has
     has_ema: bool  # whether the checkpoint has an EMA besides the trained weights
     info: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint: versions, revision and data of its run
+
+    @functools.cached_property
+    def words(self) -> Tensor:
+        """Which tokens are words, bool [V]."""
+        is_word = torch.zeros(self.store.manifest.vocab_size, dtype=torch.bool)
+        is_word[list(self.tokenizer.word_ids)] = True
+        return is_word.to(self.device)
+
+    @functools.cached_property
+    def encoder(self) -> LatentEncoder:
+        """The encoder that computed the latents of the store."""
+        return load_encoder(self.store.path / "encoder")
 
     def __str__(self) -> str:
         return f"step {self.step}, {WEIGHTS_LABELS[self.weights]}"

@@ -26,7 +26,7 @@ from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import ExitCode, MmldlmError, UsageError
 from mmldlm.evaluation import cosine
-from mmldlm.inference.conditions import encode_or_raise, load_run_encoder
+from mmldlm.inference.conditions import encode_or_raise
 from mmldlm.inference.generate import interpolate, sample
 from mmldlm.run.load import LoadedRun, add_run_options, load_run
 from mmldlm.settings.declaration import dump, setting
@@ -97,7 +97,7 @@ class Demo:
     """
 
     def __init__(self, run: LoadedRun):
-        self.run, self.encoder = run, load_run_encoder(run)
+        self.run, self.encoder = run, run.encoder
 
     def write(self, text: str, **fields: Any) -> list[Row]:
         """Generate texts from the latent of `text`, each with the cosine of its own latent to that one."""
@@ -285,6 +285,7 @@ class Page:
         config = self.run.config.sampling
         defaults = {**dump(Request()), **dump(config)}
         defaults["t2l_steps"] = config.resolve_t2l_steps(self.run.config.latent.prediction)
+        defaults["temperature"] = config.resolve_temperature("l2t", 1, Request().count)
         label, step = _LABELS.get(name, name.capitalize()), 0.1 if name in ("guidance", "temperature") else 1
         if name == "guidance" and "joint" not in self.run.config.trained_modes:
             return self.gr.Number(1, label=f"{label} (needs joint training)", interactive=False, min_width=FIELD_WIDTH)

@@ -23,11 +23,11 @@ KEPT = PAIRS.tokens.index_fill(0, BLANKS, MASK)
 OUTSIDE = KEPT != MASK
 
 CONFIGS = [
-    SamplingConfig(steps=8),
-    SamplingConfig(steps=10, decoding="confidence"),
-    SamplingConfig(steps=12, remask=1.0),
-    SamplingConfig(steps=8, guidance=2.0),
-    SamplingConfig(steps=1),
+    SamplingConfig(steps=8, temperature=1.0),
+    SamplingConfig(temperature=1.0, steps=10, decoding="confidence"),
+    SamplingConfig(temperature=1.0, steps=12, remask=1.0),
+    SamplingConfig(temperature=1.0, steps=8, guidance=2.0),
+    SamplingConfig(temperature=1.0, steps=1),
 ]
 
 

@@ -161,12 +161,19 @@ def test_guidance_scale_ignores_norms() -> None:
     torch.testing.assert_close(raw, other + 2 * (3 * x0 - other))  # where the loss knows lengths, they stay
 
 
-def test_each_mode_has_its_decoding() -> None:
+def test_each_mode_has_its_decoding_and_temperature() -> None:
     auto = SamplingConfig()
-    assert [auto.resolve_decoding(mode) for mode in ("l2t", "joint")] == ["confidence", "ancestral"]
-    assert SamplingConfig(remask=0.5).resolve_decoding("l2t") == "ancestral"
+    asked = [("l2t", 1), ("l2t", 4), ("joint", 1), ("joint", 4)]
+    assert [auto.resolve_decoding(*each) for each in asked] == ["confidence"] * 2 + ["ancestral", "confidence"]
+    assert [auto.resolve_temperature(*each) for each in asked] == [0, 0, 0.6, 0]
+    assert [auto.resolve_temperature(*each, count=3) for each in asked] == [0.6] * 4
+    together = SamplingConfig(joint_order="together")
+    assert together.resolve_decoding("joint", 4) == "ancestral" and together.resolve_temperature("joint", 4) == 0.6
+    assert SamplingConfig(remask=0.5).resolve_decoding("l2t", 4) == "ancestral"
     for decoding in ("ancestral", "confidence"):
-        assert {SamplingConfig(decoding=decoding).resolve_decoding(mode) for mode in ("l2t", "joint")} == {decoding}
+        given = SamplingConfig(decoding=decoding, temperature=0.3)
+        assert {given.resolve_decoding(*each) for each in asked} == {decoding}
+        assert {given.resolve_temperature(*each) for each in asked} == {0.3}
 
 
 def test_generation_is_a_function_of_the_seed() -> None:
@@ -179,7 +186,7 @@ def test_generation_is_a_function_of_the_seed() -> None:
     def made(seed: int) -> Generation:
         generator = torch.Generator().manual_seed(seed)
         empty = torch.zeros_like(PAIRS.latents)
-        return generate(noisy, TEXT, latent, "joint", SamplingConfig(steps=4), generator, empty, PAIRS.lengths)
+        return generate(noisy, TEXT, latent, "joint", SamplingConfig(4, 1.0), generator, empty, PAIRS.lengths)
 
     assert torch.equal(made(1).tokens, made(1).tokens) and torch.equal(made(1).latents, made(1).latents)
     assert not torch.equal(made(1).tokens, made(2).tokens)

@@ -59,10 +59,10 @@ def test_degenerate_cases_interpolate_linearly(factor: float) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        SamplingConfig(steps=6),
-        SamplingConfig(steps=6, guidance=2.0),
-        SamplingConfig(steps=6, remask=1.0),
-        SamplingConfig(steps=6, decoding="confidence"),
+        SamplingConfig(temperature=1.0, steps=6),
+        SamplingConfig(temperature=1.0, steps=6, guidance=2.0),
+        SamplingConfig(temperature=1.0, steps=6, remask=1.0),
+        SamplingConfig(temperature=1.0, steps=6, decoding="confidence"),
     ],
     ids=str,
 )

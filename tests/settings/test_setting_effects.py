@@ -101,7 +101,7 @@ EFFECTS = [
     effect("train.micro_batch_tokens", "30", "batches"),
     effect("train.batch_schedule", "{1: {micro_batch_size: 4}}", "batches"),
     effect("sampling.steps", "2", "texts", WRITTEN),
-    effect("sampling.temperature", "0", "texts", WRITTEN),
+    effect("sampling.temperature", "1", "texts", WRITTEN),
     effect("sampling.top_p", "0.05", "texts", WRITTEN),
     effect("sampling.guidance", "9", "texts", WRITTEN),
     effect("sampling.decoding", "ancestral", "texts", WRITTEN),

@@ -90,7 +90,8 @@ def test_all_forms_work_by_keyboard(page: Any) -> None:
     page.keyboard.type("The wave.")
     page.keyboard.press("Enter")
     lines = wait_for_lines(page, "to  The wave.")
-    assert len(lines) == 9 and lines[0] == f"from  {TEXT}" and lines[1].startswith("0.00")
+    points = [line[:6] for line in lines if line[1:2] == "." and line[4:6] == "  "]  # texts may have lines
+    assert len(points) == 7 and lines[0] == f"from  {TEXT}" and lines[1].startswith("0.00")
 
 
 HOSTILE = (

@@ -20,7 +20,6 @@ import pytest
 
 from mmldlm.errors import MmldlmError
 from mmldlm.inference import encode_texts, sample
-from mmldlm.inference.conditions import load_run_encoder
 from mmldlm.inference.generate import interpolate
 from mmldlm.run.load import LoadedRun
 from mmldlm.tools.demo import Demo, Page, import_gradio
@@ -55,7 +54,7 @@ def test_texts_are_those_of_sample(demo: Demo, short_run: LoadedRun) -> None:
     config = replace(short_run.config.sampling, steps=3, temperature=0.5)
     latents = encode_texts(short_run, [TEXT])
     _, texts = sample(short_run, "l2t", config, 3, latents, None, count=2, length=7)
-    cosines = [own[0] @ latents[0, 0] for own in load_run_encoder(short_run).encode(texts)]  # of unit length
+    cosines = [own[0] @ latents[0, 0] for own in short_run.encoder.encode(texts)]  # of unit length
     assert rows == [[rounded(similarity), text] for similarity, text in zip(cosines, texts, strict=True)]
 
 

@@ -1,0 +1,147 @@
+"""What a user would pick instead: an autoregressive decoder of texts, given their latents.
+
+    python -m benchmarks reference_decoder [--corpora simple-docs python-docs] [--seeds 0 1 2] [--store FOLDER]
+
+It trains as a run of the config does: on the same samples in the same order, with the same optimizer, learning rates
+and number of steps. A text follows its latents and ends with a token of its own, so that it needs no length. All
+documents of the split test are measured, on one thread.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common.causal_decoder import CausalDecoder
+from benchmarks.common.report import RESULTS, ROOT, circumstances, markdown, plain_parser, print_status, select_names
+from benchmarks.learning import CASES, prepare_corpus, working_folder, write_corpora
+from mmldlm.config import RunConfig, load_config
+from mmldlm.data.encoders import load_encoder
+from mmldlm.data.loader import Loader
+from mmldlm.data.nearest import draw_samples
+from mmldlm.data.store import Store
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.distributed.optimizers import build_optimizer
+from mmldlm.errors import UsageError
+from mmldlm.evaluation.l2t import fault_metrics, reencoding_metrics, reference_metrics
+from mmldlm.evaluation.statistics import BITS, with_interval
+from mmldlm.optim.lr_schedule import batch_scale, lr_at
+from mmldlm.utils.intervals import ratio_of_sums
+
+BEAMS = {"greedy": 1, "beam of 4": 4}
+BATCH = 64  # texts that are measured together
+ROWS = {
+    "bits per token, with the end": "bits_per_token_with_length",
+    "exact matches": "exact_match",
+    "BLEU": "bleu",
+    "chrF": "chrf",
+    "cosine of a text's latent to the given one": "reencoded_cosine",
+    "texts with a doubled word": "doubled_words",
+    "CPU ms per text": "cpu_ms_per_text",
+    "CPU minutes of training": "train_cpu_minutes",
+    "million parameters": "million_parameters",
+}
+
+
+def train(config: RunConfig, store: Store) -> CausalDecoder:
+    """Train a decoder in place of the config's network."""
+    torch.manual_seed(config.run.weights_seed)
+    model, optim = CausalDecoder(config.model, store.manifest), config.optim
+    optimizer = build_optimizer(model, optim)
+    loader = Loader(store, "train", config.data, config.run.seed, partial(config.train.batch_at, world_size=1))
+    for step, batches in loader.steps(0, config.train.steps):
+        samples = sum(len(batch.lengths) for batch in batches)
+        predicted = samples + sum(len(batch.tokens) for batch in batches)
+        for batch in batches:
+            nats = model.nats(batch.latents, batch.tokens.split(batch.lengths))
+            (nats.sum() / predicted).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip_norm or math.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = lr_at(step, config.train.steps, optim, config.schedule, batch_scale(optim, samples))
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval()
+
+
+def measure(config: RunConfig, store: Store, seed: int) -> dict[str, Any]:
+    """Train with a seed and measure on the documents that `Evaluation` draws, in its order."""
+    torch.set_num_threads(1)
+    started = time.process_time()
+    model = train(replace(config, run=replace(config.run, seed=seed)), store)
+    train_cpu_s = time.process_time() - started
+    print_status(f"{store.path.name}, seed {seed}: trained in {train_cpu_s / 60:.1f} CPU minutes")
+    split, tokenizer = store.split("test"), Tokenizer.load(store.path / "tokenizer")
+    encoder, words = load_encoder(store.path / "encoder"), frozenset(tokenizer.word_ids)
+    flat, lengths, raw_latents = split.gather(draw_samples(split, len(split), np.random.default_rng(0)))
+    documents = torch.from_numpy(flat).split(lengths.tolist())
+    latents = torch.from_numpy(store.standardize(raw_latents))
+    parts = [slice(start, start + BATCH) for start in range(0, len(lengths), BATCH)]
+    with torch.no_grad():
+        nats = torch.cat([model.nats(latents[part], documents[part]).sum(1) for part in parts]).double().numpy()
+    result: dict[str, Any] = {
+        "seed": seed,
+        "texts": len(lengths),
+        "million_parameters": sum(parameter.numel() for parameter in model.parameters()) / 1e6,
+        "train_cpu_minutes": train_cpu_s / 60,
+        **with_interval("bits_per_token_with_length", ratio_of_sums(nats, lengths.astype(np.float64)) * BITS),
+    }
+    true_tokens = [document.tolist() for document in documents]
+    references = tokenizer.decode_batch(true_tokens)
+    for name, beams in BEAMS.items():
+        started = time.process_time()
+        tokens = [text for part in parts for text in model.generate(latents[part], beams)]
+        cpu_s = time.process_time() - started
+        texts = tokenizer.decode_batch(tokens)
+        result[name] = {
+            "cpu_ms_per_text": 1000 * cpu_s / len(texts),
+            **reference_metrics(tokens, texts, true_tokens, references, with_intervals=True),
+            **reencoding_metrics(encoder.encode(texts), raw_latents),
+            **fault_metrics(tokens, true_tokens, words),
+        }
+    return result
+
+
+def blocks(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return Markdown by name: a table for each corpus, medians over the seeds with their range."""
+    made = {}
+    for name, corpus in result["corpora"].items():
+        rows = []
+        for title, metric in ROWS.items():
+            row = {f"`{name}`, {len(corpus['seeds'])} seeds": title}
+            for decoding in BEAMS:
+                values = [(seed | seed[decoding])[metric] for seed in corpus["seeds"]]
+                row[decoding] = f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+            rows.append(row)
+        made[f"reference-decoder-{name}"] = markdown(rows)
+    return made
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = plain_parser("reference_decoder", "An autoregressive decoder in place of the quickstart's network.")
+    parser.add_argument("settings", nargs="*", metavar="key.sub=value", help="settings of the run config, for a trial")
+    parser.add_argument("--corpora", nargs="+", help=f"some of {', '.join(CASES)} (all)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--store", type=Path, metavar="FOLDER", help="store of the corpus, instead of preparing it")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of reference_decoder.json (%(default)s)")
+    options = parser.parse_intermixed_args(argv)
+    names, measured = select_names("--corpora", options.corpora, list(CASES)), dict[str, Any]()
+    if options.store and len(names) > 1:
+        raise UsageError(f"--store: expected one corpus in --corpora, found {', '.join(names)}")
+    with working_folder(None) as folder:
+        for name in names:
+            path, case = options.store or prepare_corpus(name, folder)[0], CASES[name]
+            config, store = load_config(ROOT / case.config, [f"data.path={path}", *options.settings]), Store.open(path)
+            given = {"config": case.config, "settings": options.settings, **circumstances(torch.device("cpu"))}
+            measured[name] = {**given, "seeds": [measure(config, store, seed) for seed in options.seeds]}
+    write_corpora("reference_decoder", measured, options.out)
+    print("\n\n".join(blocks({"corpora": measured}).values()))
+    return 0

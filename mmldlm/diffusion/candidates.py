@@ -1,0 +1,114 @@
+"""The best texts of latents: candidates of several lengths, of which those that fit their latent best are kept.
+
+A text has no length until the length head gives it one, and a wrong length is a wrong text: a word too many or too few.
+So the lengths around the head's median are all tried.
+
+Shape letters: n latents, J candidates of each, B = n J candidates in all, M latent tokens of a sample, C latent
+channels, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from mmldlm.diffusion.gaussian import GaussianDiffusion
+from mmldlm.diffusion.masked import MaskedDiffusion
+from mmldlm.diffusion.noise import RandomSource, SampleStreams
+from mmldlm.diffusion.objective import Network
+from mmldlm.diffusion.sampling import Generation, SamplingConfig, draw_lengths, generate
+
+# Returns how well each of B texts, given as tokens, fits its latent [B, M, C]: float64 [B], NaN where it cannot tell.
+Fit = Callable[[list[list[int]], Tensor], Tensor]
+
+
+def generate_best(
+    model: Network,
+    text: MaskedDiffusion,
+    latent: GaussianDiffusion,
+    config: SamplingConfig,
+    generator: RandomSource,
+    latents: Tensor,
+    max_length: int,
+    count: int = 1,
+    lengths: Sequence[int] | None = None,
+    fit: Fit | None = None,
+    words: Tensor | None = None,
+    on_step: Callable[[Tensor, tuple[int, ...], float], None] | None = None,
+    template: Tensor | None = None,
+    every_step: bool = False,
+) -> Generation:
+    """Generate `count` texts of each of n latents, best first and all different if there are enough different ones.
+
+    Candidates are `config.lengths` times as many. Where no temperature is set, one text of a latent takes the most
+    likely tokens, and several are drawn.
+
+    Args:
+        latents: [n, M, C], on the device.
+        max_length: Tokens of the longest text.
+        lengths: Tokens of the texts of each latent; None: around the median of the length head.
+        fit: By default, and where it gives no number for any candidate of a latent, the likelihood of its tokens.
+        words, template, every_step: See `generate`.
+        on_step: Called with the tokens of all candidates, their lengths and the noise time.
+    """
+    config = replace(config, temperature=config.resolve_temperature("l2t", latents.shape[1], count))
+    if lengths is None:
+        medians = torch.tensor(draw_lengths(model, text.mask_id, latents, 0.0, generator))
+        tried = lengths_around(medians, config.lengths, max_length)
+    else:
+        tried = torch.tensor(lengths)[:, None]
+    draws = count
+    if tried.shape[1] < config.lengths and count > 1:
+        draws = -(-count * config.lengths // tried.shape[1])  # as many candidates where there are fewer lengths
+    per_latent = draws * tried.shape[1]
+    of_candidates = tuple(tried.repeat(1, draws).flatten().tolist())
+    streams = generator.repeat(per_latent) if isinstance(generator, SampleStreams) else generator
+    repeated = latents.repeat_interleave(per_latent, 0)
+    if on_step is not None:  # `generate` reports after each step only; this is the start
+        masked = torch.full((sum(of_candidates),), text.mask_id)
+        on_step(masked if template is None else template.repeat(len(of_candidates)), of_candidates, 1.0)
+    made = generate(
+        model,
+        text,
+        latent,
+        "l2t",
+        config,
+        streams,
+        repeated,
+        of_candidates,
+        on_step=None if on_step is None else lambda t, tokens: on_step(tokens, of_candidates, t),
+        template=None if template is None else template.repeat(len(of_candidates)),
+        words=words,
+        every_step=every_step,
+    )
+    if per_latent == count == 1:
+        return made
+    tokens, scores = made.split(), made.log_p.view(-1, per_latent)
+    if fit is not None:
+        fitted = fit(tokens, repeated).view(-1, per_latent)
+        known = fitted.isfinite()
+        scores = torch.where(known.any(1, keepdim=True), fitted.masked_fill(~known, -torch.inf), scores)
+    kept: list[int] = []
+    for number, order in enumerate(scores.argsort(descending=True, stable=True).tolist()):
+        ranked = [number * per_latent + index for index in order]
+        different: dict[tuple[int, ...], int] = {}
+        for index in ranked:
+            different.setdefault(tuple(tokens[index]), index)
+        best = list(different.values())
+        kept += [*best, *(index for index in ranked if index not in best)][:count]
+    chosen = [tokens[index] for index in kept]
+    return Generation(
+        torch.tensor([token for sample in chosen for token in sample]),
+        tuple(map(len, chosen)),
+        made.latents[kept],
+        made.log_p[kept],
+    )
+
+
+def lengths_around(medians: Tensor, count: int, max_length: int) -> Tensor:
+    """Return the lengths nearest to each of `medians` [n], nearest first, int64 [n, `count`], or fewer."""
+    distance = (torch.arange(1, max_length + 1) - medians[:, None]).abs()
+    return distance.argsort(dim=1, stable=True)[:, :count] + 1
