@@ -19,8 +19,15 @@ from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import RandomSource, SampleStreams
 from mmldlm.diffusion.objective import Network
-from mmldlm.diffusion.sampling import Generation, SamplingConfig, draw_lengths, generate
+from mmldlm.diffusion.sampling import (
+    Generation,
+    SamplingConfig,
+    generate,
+    length_probabilities,
+    median_lengths,
+)
 
+UNLIKELY = 0.01  # of the most likely length's probability: such a length is kept where nothing else is left
 # Returns how well each of B texts, given as tokens, fits its latent [B, M, C]: float64 [B], NaN where it cannot tell.
 Fit = Callable[[list[list[int]], Tensor], Tensor]
 
@@ -56,10 +63,13 @@ def generate_best(
     """
     config = replace(config, temperature=config.resolve_temperature("l2t", latents.shape[1], count))
     if lengths is None:
-        medians = torch.tensor(draw_lengths(model, text.mask_id, latents, 0.0, generator))
-        tried = lengths_around(medians, config.lengths, max_length)
+        p = length_probabilities(model, text.mask_id, latents, 0.0)
+        tried = lengths_around(median_lengths(p), config.lengths, max_length)
+        unlikely = p.gather(1, tried - 1) < UNLIKELY * p.amax(1, keepdim=True)
+        unlikely[:, 0] = False
     else:
         tried = torch.tensor(lengths)[:, None]
+        unlikely = torch.zeros_like(tried, dtype=torch.bool)
     draws = count
     if tried.shape[1] < config.lengths and count > 1:
         draws = -(-count * config.lengths // tried.shape[1])  # as many candidates where there are fewer lengths
@@ -91,6 +101,7 @@ def generate_best(
         fitted = fit(tokens, repeated).view(-1, per_latent)
         known = fitted.isfinite()
         scores = torch.where(known.any(1, keepdim=True), fitted.masked_fill(~known, -torch.inf), scores)
+    scores = scores.masked_fill(unlikely.repeat(1, draws), -torch.inf)
     kept: list[int] = []
     for number, order in enumerate(scores.argsort(descending=True, stable=True).tolist()):
         ranked = [number * per_latent + index for index in order]

@@ -282,6 +282,16 @@ def _reverse(
 
 
 @torch.no_grad()
+def length_probabilities(model: Network, mask_id: int, latents: Tensor, t_latent: float) -> Tensor:
+    """Return p(L) by the length head for latents [B, M, C] at noise time `t_latent`, [B, max_length] on the host."""
+    batch, device = latents.shape[0], latents.device
+    layout = PackedLayout((1,) * batch, latents.shape[1], device)
+    tokens = torch.full((batch,), mask_id, device=device)  # placeholder: the head does not see the text
+    ones = torch.ones(batch, device=device)
+    _, _, logits, *_ = model(tokens, latents, ones, ones * t_latent, layout, tokens.new_empty(0), None)
+    return logits.float().softmax(-1).cpu()
+
+
 def draw_lengths(
     model: Network, mask_id: int, latents: Tensor, t_latent: float, generator: RandomSource
 ) -> tuple[int, ...]:
@@ -290,15 +300,15 @@ def draw_lengths(
     For clean latents (t_latent = 0) it is the median of the head's distribution, which minimizes the expected absolute
     error. For noised latents it is drawn from the distribution, as lengths vary without a condition.
     """
-    batch, device = latents.shape[0], latents.device
-    layout = PackedLayout((1,) * batch, latents.shape[1], device)
-    tokens = torch.full((batch,), mask_id, device=device)  # placeholder: the head does not see the text
-    ones = torch.ones(batch, device=device)
-    _, _, logits, *_ = model(tokens, latents, ones, ones * t_latent, layout, tokens.new_empty(0), None)
-    p = logits.float().softmax(-1).cpu()
-    if t_latent != 0 and isinstance(generator, torch.Generator):
-        index = torch.multinomial(p, 1, generator=generator).squeeze(1)
-    else:
-        quantile = torch.tensor(0.5) if t_latent == 0 else draw_uniform(generator, 1, (1,) * batch).T
-        index = (p.cumsum(-1) < quantile).sum(-1).clamp_max(p.shape[-1] - 1)
-    return tuple((index + 1).tolist())
+    p = length_probabilities(model, mask_id, latents, t_latent)
+    if t_latent == 0:
+        return tuple(median_lengths(p).tolist())
+    if isinstance(generator, torch.Generator):
+        return tuple((torch.multinomial(p, 1, generator=generator).squeeze(1) + 1).tolist())
+    quantile = draw_uniform(generator, 1, (1,) * len(p)).T
+    return tuple(((p.cumsum(-1) < quantile).sum(-1).clamp_max(p.shape[-1] - 1) + 1).tolist())
+
+
+def median_lengths(p: Tensor) -> Tensor:
+    """Return the median of each distribution of lengths [B, max_length], int64 [B]."""
+    return (p.cumsum(-1) < 0.5).sum(-1).clamp_max(p.shape[-1] - 1) + 1

@@ -27,7 +27,8 @@ IS_WORD = torch.arange(VOCAB) < WORDS // 2  # the other half is punctuation
 class Network:
     """Expects the same tokens at every place, and texts of `MEDIAN` tokens."""
 
-    def __init__(self, logits: Tensor):
+    def __init__(self, logits: Tensor, certainty: float = 3.0):
+        self.certainty = certainty  # of the length: the log of its odds against another one
         self.logits, self.passes = logits, list[tuple[int, ...]]()
 
     def __call__(
@@ -41,8 +42,8 @@ class Network:
         _: None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         self.passes.append(layout.lengths)
-        length = torch.full((len(latents), LONGEST), -50.0)
-        length[:, MEDIAN - 1] = 0
+        length = torch.zeros(len(latents), LONGEST)
+        length[:, MEDIAN - 1] = self.certainty
         return self.logits.expand(len(rows), -1), torch.zeros_like(latents), length
 
 
@@ -78,6 +79,16 @@ def test_the_text_that_fits_best_is_kept(wanted: int) -> None:
 
     made = best(SamplingConfig(), fit=fit)
     assert made.lengths == (wanted,) * 3 and torch.equal(made.latents, LATENTS)
+
+
+def test_a_length_that_the_head_rules_out_is_not_chosen() -> None:
+    """A text that is cut may fit as well as the whole one, as where all texts have one length."""
+
+    def fit(tokens: list[list[int]], latents: Tensor) -> Tensor:
+        return torch.tensor([-float(len(text)) for text in tokens], dtype=torch.float64)
+
+    assert best(SamplingConfig(), Network(random_logits(), 3.0), fit=fit).lengths == (3,) * 3
+    assert best(SamplingConfig(), Network(random_logits(), 6.0), fit=fit).lengths == (5,) * 3
 
 
 def test_likelihood_decides_where_nothing_can_tell() -> None:
