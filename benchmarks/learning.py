@@ -308,7 +308,8 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
             baselines = [value({**seed["metrics"], "copies": corpus["copies"]}, baseline) for seed in corpus["seeds"]]
             spread = " to ".join(map(_number, interval_of_a_run([seed["metrics"] for seed in corpus["seeds"]], metric)))
             lines.append(f"| {title} | {_number(median(values))} | {spread} | {_number(median(baselines))} ({what}) |")
-        minutes = [seed["train_cpu_s"] / 60 for seed in corpus["seeds"]]
+        # Unknown (None) for a run of which an earlier start was killed.
+        minutes = [seed["train_cpu_s"] / 60 for seed in corpus["seeds"] if seed["train_cpu_s"] is not None]
         lines.append(
             f"| CPU minutes of training | {median(minutes):.1f} | {min(minutes):.1f} to {max(minutes):.1f} here | |"
         )
