@@ -23,6 +23,13 @@ T = TypeVar("T")
 _KILL_TIMEOUT_S = 2.0  # to join killed workers; one that hangs in the kernel stays until its file system answers
 
 
+class _Interrupt(BaseException):
+    """Raised by signal handlers, with the error that it stands for.
+
+    It is no `Exception`, since torch would handle that by waiting for a lock that a dead worker may hold.
+    """
+
+
 def read_batches(loader: DataLoader[T | DataError], check_files: Callable[[], None]) -> Iterator[T]:
     """Yield the items of `loader`, raising those that are a `DataError`.
 
@@ -30,6 +37,7 @@ def read_batches(loader: DataLoader[T | DataError], check_files: Callable[[], No
     killed. `check_files` raises one for a truncated file, the usual cause of death of a worker that has mapped it.
     """
     workers: list[BaseProcess] = []
+    items: Any = None
     try:
         items = iter(loader)
         workers = getattr(items, "_workers", workers)  # torch has no public access to them
@@ -43,12 +51,16 @@ def read_batches(loader: DataLoader[T | DataError], check_files: Callable[[], No
             if isinstance(item, DataError):
                 raise item
             yield item
-    except Exception as error:
+    except (Exception, _Interrupt) as raised:
         if not loader.num_workers:
             raise
+        error = raised.args[0] if isinstance(raised, _Interrupt) else raised
         # A closed pipe may be noticed before the exit of its worker.
         exit_reason = _exit_reason(workers, timeout_s=1.0 if isinstance(error, (EOFError, ConnectionError)) else 0.0)
         _kill(workers)
+        # Its own shutdown would wait forever for a lock that one of them held when it was stopped or killed.
+        if items is not None:
+            items._shutdown = True
         raise _to_data_error(error, exit_reason, loader.timeout, check_files) from error
 
 
@@ -89,10 +101,10 @@ def _watch(workers: list[BaseProcess], timeout_s: float) -> Iterator[None]:
 
     def check(*_: Any) -> None:
         if _exit_reason(workers) is not None:
-            raise ChildProcessError
+            raise _Interrupt(ChildProcessError())
 
     def expire(*_: Any) -> None:
-        raise TimeoutError
+        raise _Interrupt(TimeoutError())
 
     if not workers or threading.current_thread() is not threading.main_thread():  # only the main thread gets signals
         yield

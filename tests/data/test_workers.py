@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -9,6 +10,7 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from multiprocessing import resource_sharer
@@ -85,6 +87,26 @@ def test_a_stopped_worker_ends_the_wait(store: Store, ready: bool) -> None:
     (worker,) = multiprocessing.active_children()
     os.kill(worker.pid or 0, signal.SIGSTOP)
     one_line(steps, r"^step \d+: the data loader workers returned nothing for 0.5 s \(data.worker_timeout_s\); .* try ")
+
+
+@quick
+def test_a_lock_that_a_killed_worker_held_is_not_waited_for(store: Store) -> None:
+    """Workers look at an event every few moments, and one that is killed meanwhile keeps its lock."""
+    steps = reading(store)
+    (worker,) = multiprocessing.active_children()
+    iterators = [each for each in gc.get_objects() if type(each).__name__ == "_MultiProcessingDataLoaderIter"]
+    (items,) = (each for each in iterators if worker in each._workers)
+    lock = items._workers_done_event._cond._lock
+    lock.acquire()
+    release = threading.Timer(20, lock.release)
+    release.start()
+    started = time.monotonic()
+    os.kill(worker.pid or 0, signal.SIGKILL)
+    one_line(steps, r"a data loader worker died \(SIGKILL\)")
+    del iterators, items, steps
+    gc.collect()
+    assert time.monotonic() - started < 10
+    release.cancel()
 
 
 @quick
