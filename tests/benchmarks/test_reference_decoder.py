@@ -79,7 +79,7 @@ def test_table(result: dict[str, Any]) -> None:
 
 def test_a_store_is_of_one_corpus(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["reference_decoder", "--store", str(store.path)])
-    assert_user_error((status, capsys.readouterr().err), 2, "--store", "simple-docs, python-docs")
+    assert_user_error((status, capsys.readouterr().err), 2, "--store", "simple-docs, simple-docs-lsa, python-docs")
 
 
 def test_later_tokens_change_no_earlier_logits(store: Store) -> None:
