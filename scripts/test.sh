@@ -44,5 +44,4 @@ printf '==> lint\n'
 printf '==> types\n'
 "$bin/mypy"
 printf '==> tests (%s)\n' "${marks:-all}"
-# Many tests wait for processes that they started: with a worker per core, cores are idle half of the time.
-"$bin/python" -m pytest -q -n "$(($(nproc) + 1))" --dist worksteal --durations 25 -m "$marks"
+"$bin/python" -m pytest -q -n auto --dist worksteal --durations 25 -m "$marks"
