@@ -77,9 +77,9 @@ def generate_best(
     of_candidates = tuple(tried.repeat(1, draws).flatten().tolist())
     streams = generator.repeat(per_latent) if isinstance(generator, SampleStreams) else generator
     repeated = latents.repeat_interleave(per_latent, 0)
+    start = None if template is None else template.repeat(len(of_candidates))
     if on_step is not None:  # `generate` reports after each step only; this is the start
-        masked = torch.full((sum(of_candidates),), text.mask_id)
-        on_step(masked if template is None else template.repeat(len(of_candidates)), of_candidates, 1.0)
+        on_step(torch.full((sum(of_candidates),), text.mask_id) if start is None else start, of_candidates, 1.0)
     made = generate(
         model,
         text,
@@ -90,7 +90,7 @@ def generate_best(
         repeated,
         of_candidates,
         on_step=None if on_step is None else lambda t, tokens: on_step(tokens, of_candidates, t),
-        template=None if template is None else template.repeat(len(of_candidates)),
+        template=start,
         words=words,
         every_step=every_step,
     )

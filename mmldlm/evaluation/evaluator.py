@@ -207,13 +207,12 @@ class Evaluation:
         run = self.run
         latents = np.zeros((len(lengths), *self.raw_latents.shape[1:]))
         # float64 holds every token id and length exactly, so that one sum over the ranks can merge them.
-        texts = np.zeros((len(lengths), 1 + run.store.manifest.max_length))
+        longest = run.store.manifest.max_length if own_length else int(lengths.max())
+        texts = np.zeros((len(lengths), 1 + longest))
         for counted, batch in batches:
             streams, given = SampleStreams(self.config.seed, MODES.index(mode), batch.slots), batch.latents
             if own_length:
-                generation = generate_texts(
-                    run, sampling, streams, given, self.encoder if self.chooses else None, every_step=self._every_step
-                )
+                generation = generate_texts(run, sampling, streams, given, self.chooses, every_step=self._every_step)
             else:
                 generation = generate(
                     run.model,

@@ -16,7 +16,7 @@ from mmldlm.diffusion.noise import MODES, Mode, RandomSource, SampleStreams, dra
 from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, Generation, SamplingConfig, draw_lengths, generate
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
-from mmldlm.run.texts import encoder_to_choose, generate_texts
+from mmldlm.run.texts import generate_texts
 
 # Called with the noise time, from 1 to 0, and the current tokens of each sample.
 StepCallback = Callable[[float, list[list[int]]], None]
@@ -79,15 +79,16 @@ def sample(
         return generate_and_decode(run, mode, config, generator, latents, drawn, callback=callback)
     start = None if template is None else torch.tensor(template)
 
-    def on_step(tokens: Tensor, lengths: tuple[int, ...], t: float) -> None:
-        assert callback is not None
-        callback(t, [part.tolist() for part in tokens.cpu().split(lengths)])
-
-    watched = None if callback is None else on_step
-    made = generate_texts(
-        run, config, generator, latents, encoder_to_choose(run), count, lengths if length else None, watched, start
-    )
+    given = lengths if length else None
+    made = generate_texts(run, config, generator, latents, True, count, given, _on_step(callback), start)
     return decoded(run, made)
+
+
+def _on_step(callback: StepCallback | None) -> Callable[[Tensor, tuple[int, ...], float], None] | None:
+    """Return a function of tokens, their lengths and the noise time that calls `callback`, if there is one."""
+    if callback is None:
+        return None
+    return lambda tokens, lengths, t: callback(t, [part.tolist() for part in tokens.cpu().split(lengths)])
 
 
 def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
@@ -156,17 +157,22 @@ def generate_and_decode(
     callback: StepCallback | None = None,
 ) -> tuple[Generation, list[str]]:
     """Call `generate` with standardized `latents` [B, M, C] on the host, and decode the result as `sample` does."""
-
-    def on_step(t: float, current: Tensor) -> None:
-        assert callback is not None
-        callback(t, [part.tolist() for part in current.cpu().split(lengths)])
-
-    # `generate` reports after each step only; this is the start.
-    if callback is not None:
-        on_step(1.0, torch.full((sum(lengths),), run.store.manifest.mask_id))
-    text, latent, watched = run.objective.text, run.objective.latent, None if callback is None else on_step
-    given = latents.to(run.device)
-    made = generate(run.model, text, latent, mode, config, generator, given, lengths, tokens, watched, words=run.words)
+    on_step = _on_step(callback)
+    if on_step is not None:  # `generate` reports after each step only; this is the start
+        on_step(torch.full((sum(lengths),), run.store.manifest.mask_id), lengths, 1.0)
+    made = generate(
+        run.model,
+        run.objective.text,
+        run.objective.latent,
+        mode,
+        config,
+        generator,
+        latents.to(run.device),
+        lengths,
+        tokens,
+        on_step=None if on_step is None else lambda t, current: on_step(current, lengths, t),
+        words=run.words,
+    )
     return decoded(run, made)
 
 

@@ -31,7 +31,7 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.diffusion.sampling import SamplingConfig
-from mmldlm.errors import ConfigError, DataError, UsageError
+from mmldlm.errors import ConfigError, DataError, MmldlmError, UsageError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
@@ -75,6 +75,15 @@ class LoadedRun:
     def encoder(self) -> LatentEncoder:
         """The encoder that computed the latents of the store."""
         return load_encoder(self.store.path / "encoder")
+
+    @functools.cached_property
+    def chooser(self) -> LatentEncoder | None:
+        """`encoder`; None, with a notice on stderr, if it cannot be loaded here."""
+        try:
+            return self.encoder
+        except MmldlmError as error:
+            print(printable(f"texts are chosen by their likelihood, without the encoder: {error}"), file=sys.stderr)
+            return None
 
     def __str__(self) -> str:
         return f"step {self.step}, {WEIGHTS_LABELS[self.weights]}"

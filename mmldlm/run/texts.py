@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from mmldlm.data.encoders import LatentEncoder
 from mmldlm.diffusion.candidates import generate_best
 from mmldlm.diffusion.noise import RandomSource
 from mmldlm.diffusion.sampling import Generation, SamplingConfig
-from mmldlm.errors import MmldlmError
 from mmldlm.run.load import LoadedRun
-from mmldlm.utils.printable import printable
-
-
-def encoder_to_choose(run: LoadedRun) -> LatentEncoder | None:
-    """Return the run's encoder; None, with a notice on stderr, if it cannot be loaded here."""
-    try:
-        return run.encoder
-    except MmldlmError as error:
-        print(printable(f"texts are chosen by their likelihood, without the encoder: {error}"), file=sys.stderr)
-        return None
 
 
 def generate_texts(
@@ -31,7 +18,7 @@ def generate_texts(
     config: SamplingConfig,
     generator: RandomSource,
     latents: Tensor,
-    encoder: LatentEncoder | None,
+    by_encoder: bool,
     count: int = 1,
     lengths: Sequence[int] | None = None,
     on_step: Callable[[Tensor, tuple[int, ...], float], None] | None = None,
@@ -40,15 +27,17 @@ def generate_texts(
 ) -> Generation:
     """Generate `count` texts of each of the standardized `latents` [n, M, C] on the host, see `generate_best`.
 
-    Candidates are chosen by the cosine of their latent by the `encoder`, on its own scale, to the given one.
+    With `by_encoder`, candidates are chosen by the cosine of their latent by the run's encoder, on its own scale, to
+    the given one. It is loaded only where there is a choice, and a run whose encoder cannot be does without.
     """
-    given = torch.from_numpy(run.store.restore(latents.numpy()))
 
     def fit(tokens: list[list[int]], repeated: Tensor) -> Tensor:
-        assert encoder is not None
+        encoder = run.chooser
+        if encoder is None:
+            return torch.full((len(tokens),), torch.nan)
         encoded = torch.from_numpy(encoder.encode(run.tokenizer.decode_batch(tokens)))
-        expected = given.repeat_interleave(len(repeated) // len(given), 0)
-        return torch.cosine_similarity(encoded.double(), expected.double(), dim=-1).mean(-1)
+        given = torch.from_numpy(run.store.restore(repeated.cpu().numpy()))
+        return torch.cosine_similarity(encoded.double(), given.double(), dim=-1).mean(-1)
 
     return generate_best(
         run.model,
@@ -60,7 +49,7 @@ def generate_texts(
         run.store.manifest.max_length,
         count,
         lengths,
-        None if encoder is None else fit,
+        fit if by_encoder else None,
         run.words,
         on_step,
         template,
