@@ -23,7 +23,15 @@ from mmldlm.errors import ExitCode, exit_process, run_command
 from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import evaluate
 from mmldlm.evaluation.table import samples_markdown, table
-from mmldlm.run.load import BUNDLE_CONFIG, add_run_options, add_settings, load_run_on_all_ranks, run_config
+from mmldlm.run.load import (
+    BUNDLE_CONFIG,
+    add_run_options,
+    add_search,
+    add_settings,
+    given_settings,
+    load_run_on_all_ranks,
+    run_config,
+)
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import make_folder, write_atomically
 from mmldlm.utils.nested import replace_nonfinite
@@ -47,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_run_options(parser)
     add_settings(parser)
+    add_search(parser)
     parser.add_argument(
         "--modes", type=_parse_modes, help="comma-separated list of l2t, t2l and joint; default: the trained modes"
     )
@@ -104,7 +113,8 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
             choose_threads()
         loaded = load_run_on_all_ranks(options, processes)
         measured = evaluate(loaded, config, options.modes, options.sts, options.perplexity_model, processes, progress)
-        overrides = {"sampling": " ".join(options.settings)} if options.settings else {}
+        settings = given_settings(options)
+        overrides = {"sampling": " ".join(settings)} if settings else {}
         result = replace_nonfinite({**overrides, **measured})
         with processes.raise_on_all_ranks("writing of the results"):
             if processes.is_main:

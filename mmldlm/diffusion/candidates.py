@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ from mmldlm.diffusion.sampling import (
     length_probabilities,
     median_lengths,
 )
+from mmldlm.diffusion.search import search
 
 UNLIKELY = 0.01  # of the most likely length's probability: such a length is kept where nothing else is left
 # Returns how well each of B texts, given as tokens, fits its latent [B, M, C]: float64 [B], NaN where it cannot tell.
@@ -51,7 +54,8 @@ def generate_best(
     """Generate `count` texts of each of n latents, best first and all different if there are enough different ones.
 
     Candidates are `config.lengths` times as many. Where no temperature is set, one text of a latent takes the most
-    likely tokens, and several are drawn.
+    likely tokens, and several are drawn. Under `config.search`, which needs `fit`, one text of a latent is improved
+    afterwards, unless its length is given; its `log_p` is NaN then.
 
     Args:
         latents: [n, M, C], on the device.
@@ -64,7 +68,7 @@ def generate_best(
     config = replace(config, temperature=config.resolve_temperature("l2t", latents.shape[1], count))
     if lengths is None:
         p = length_probabilities(model, text.mask_id, latents, 0.0)
-        tried = lengths_around(median_lengths(p), config.lengths, max_length)
+        tried = lengths_around(median_lengths(p), min(config.lengths, config.search or max_length), max_length)
         unlikely = p.gather(1, tried - 1) < UNLIKELY * p.amax(1, keepdim=True)
         unlikely[:, 0] = False
     else:
@@ -80,28 +84,54 @@ def generate_best(
     start = None if template is None else template.repeat(len(of_candidates))
     if on_step is not None:  # `generate` reports after each step only; this is the start
         on_step(torch.full((sum(of_candidates),), text.mask_id) if start is None else start, of_candidates, 1.0)
-    made = generate(
-        model,
-        text,
-        latent,
-        "l2t",
-        config,
+    fill_in = partial(generate, model, text, latent, "l2t", config, words=words, every_step=every_step)
+    made = fill_in(
         streams,
         repeated,
         of_candidates,
         on_step=None if on_step is None else lambda t, tokens: on_step(tokens, of_candidates, t),
         template=start,
-        words=words,
-        every_step=every_step,
     )
-    if per_latent == count == 1:
+    if per_latent > 1:
+        scores = made.log_p.view(-1, per_latent)
+        if fit is not None:
+            fitted = fit(made.split(), repeated).view(-1, per_latent)
+            known = fitted.isfinite()
+            scores = torch.where(known.any(1, keepdim=True), fitted.masked_fill(~known, -torch.inf), scores)
+        made = _best(made, scores.masked_fill(unlikely.repeat(1, draws), -torch.inf), count)
+    budget = (config.search or 0) - per_latent
+    if fit is None or count > 1 or lengths is not None or budget <= 0:
         return made
-    tokens, scores = made.split(), made.log_p.view(-1, per_latent)
-    if fit is not None:
-        fitted = fit(tokens, repeated).view(-1, per_latent)
-        known = fitted.isfinite()
-        scores = torch.where(known.any(1, keepdim=True), fitted.masked_fill(~known, -torch.inf), scores)
-    scores = scores.masked_fill(unlikely.repeat(1, draws), -torch.inf)
+    fits, passes = fit, made.passes
+
+    def fill_templates(templates: list[list[int]], numbers: Sequence[int], source: RandomSource) -> list[list[int]]:
+        nonlocal passes
+        tokens = torch.tensor([token for each in templates for token in each])
+        filled = fill_in(source, latents[list(numbers)], tuple(map(len, templates)), template=tokens)
+        passes += filled.passes
+        return filled.split()
+
+    before = made.split()
+    found = search(
+        before,
+        budget,
+        lambda tokens, numbers: fits(tokens, latents[list(numbers)]),
+        fill_templates,
+        text.mask_id,
+        max_length,
+        generator,
+        every_step,
+    )
+    changed = torch.tensor([one != other for one, other in zip(before, found, strict=True)])
+    log_p = made.log_p.masked_fill(changed, torch.nan)
+    return Generation(
+        torch.tensor(list(chain.from_iterable(found))), tuple(map(len, found)), made.latents, log_p, passes
+    )
+
+
+def _best(made: Generation, scores: Tensor, count: int) -> Generation:
+    """Return the `count` texts of each latent with the best `scores` [n, J], different ones first."""
+    tokens, per_latent = made.split(), scores.shape[1]
     kept: list[int] = []
     for number, order in enumerate(scores.argsort(descending=True, stable=True).tolist()):
         ranked = [number * per_latent + index for index in order]
@@ -116,6 +146,7 @@ def generate_best(
         tuple(map(len, chosen)),
         made.latents[kept],
         made.log_p[kept],
+        made.passes,
     )
 
 

@@ -148,6 +148,13 @@ class SampleStreams:
         seed, kind, slots = self._key
         return SampleStreams(seed, kind, (slots[:, None] * times + torch.arange(times)).flatten())
 
+    def take(self, rows: Sequence[int]) -> SampleStreams:
+        """Return the streams of some samples, which go on here and there alike."""
+        seed, kind, slots = self._key
+        taken = SampleStreams(seed, kind, slots[:0])
+        taken._key, taken._streams = (seed, kind, slots[list(rows)]), [self._streams[row] for row in rows]
+        return taken
+
     def normal(self, shape: Sequence[int]) -> Tensor:
         """Return standard normal numbers, float32 of `shape` [B, ...]."""
         return torch.from_numpy(np.stack([s.standard_normal(shape[1:], dtype=np.float32) for s in self._streams]))

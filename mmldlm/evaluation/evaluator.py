@@ -56,6 +56,7 @@ class GeneratedSamples:
 
     latents: np.ndarray  # float32 [n, M, C], standardized
     tokens: list[list[int]]
+    passes: float  # of the network, by sample
 
 
 def check_num_samples(count: int, split: str, store: Store) -> None:
@@ -208,7 +209,7 @@ class Evaluation:
         latents = np.zeros((len(lengths), *self.raw_latents.shape[1:]))
         # float64 holds every token id and length exactly, so that one sum over the ranks can merge them.
         longest = run.store.manifest.max_length if own_length else int(lengths.max())
-        texts = np.zeros((len(lengths), 1 + longest))
+        texts, passes = np.zeros((len(lengths), 1 + longest)), 0.0
         for counted, batch in batches:
             streams, given = SampleStreams(self.config.seed, MODES.index(mode), batch.slots), batch.latents
             if own_length:
@@ -229,12 +230,14 @@ class Evaluation:
                 )
             if not counted:
                 continue
+            passes += generation.passes
             latents[batch.slots.numpy()] = generation.latents
             for slot, text in zip(batch.slots.tolist(), generation.split(), strict=True):
                 texts[slot, : 1 + len(text)] = len(text), *text
         merged = self.sum_over_ranks(texts).astype(np.int64)
         tokens = [row[1 : 1 + row[0]].tolist() for row in merged]
-        return GeneratedSamples(self.sum_over_ranks(latents).astype(np.float32), tokens)
+        passes = float(self.sum_over_ranks(np.array([passes]))[0])
+        return GeneratedSamples(self.sum_over_ranks(latents).astype(np.float32), tokens, passes / len(lengths))
 
     # --- baselines ------------------------------------------------------------------------------------------
 

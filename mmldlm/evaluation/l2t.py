@@ -117,10 +117,12 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     for condition, suffix in SUFFIXES.items():
         evaluation.progress.phase(f"texts from latents, latent {condition}")
         # Of the baselines only the median length is tried: a choice among texts of no use is not worth its time.
-        tried = sampling if condition == "own" else replace(sampling, lengths=1)
-        generated = evaluation.generate("l2t", condition, count, tried, own_length=True).tokens
+        tried = sampling if condition == "own" else replace(sampling, lengths=1, search=None)
+        made = evaluation.generate("l2t", condition, count, tried, own_length=True)
+        generated = made.tokens
         texts = add(suffix, generated)
         if condition == "own":
+            metrics["passes_per_text"] = made.passes
             metrics |= memorization_metrics(evaluation, generated)
             pairs = zip(references[:NUM_SHOWN_SAMPLES], texts[:NUM_SHOWN_SAMPLES], strict=True)
             metrics["samples"] = [{"reference": reference, "generation": text} for reference, text in pairs]

@@ -22,7 +22,7 @@ from mmldlm.inference.conditions import encode_texts, read_latents
 from mmldlm.inference.edit import SpanEdit, mask_span
 from mmldlm.inference.generate import StepCallback, check_guidance, interpolate, sample
 from mmldlm.inference.live_view import LiveView
-from mmldlm.run.load import LoadedRun, add_run_options, add_settings, load_run
+from mmldlm.run.load import LoadedRun, add_run_options, add_search, add_settings, given_settings, load_run
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
@@ -65,6 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--watch", action="store_true", help="show the texts step by step as they are generated")
     add_run_options(parser)
     add_settings(parser)
+    add_search(parser)
     batch.add_batch_options(parser.add_argument_group("--out OUT.jsonl: many, resumable, also under a launcher"))
     group = parser.add_argument_group("interpolation and editing (l2t)")
     group.add_argument(
@@ -133,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     with Progress(enabled=not options.watch) as progress:
         progress.phase("loading the run", announce=False)
         choose_threads()
-        run = load_run(options.run, options.checkpoint, options.data, options.weights, options.settings)
+        run = load_run(options.run, options.checkpoint, options.data, options.weights, given_settings(options))
         check_length(options, run)
         progress.phase("generating", announce=False)
         with closing(LiveView(run.tokenizer)) if options.watch else nullcontext() as view:
@@ -185,7 +186,10 @@ def generated_lines(
     if span is not None:
         return generation, [f"edit: {options.edit}", *chain.from_iterable(candidates)]
     sources = [[f"from: {text}"] for text in options.text or ()] or [[]] * len(candidates)
-    return generation, [line for pair in zip(sources, candidates, strict=True) for line in chain(*pair)]
+    lines = [line for pair in zip(sources, candidates, strict=True) for line in chain(*pair)]
+    if config.search is not None:
+        lines.append(f"passes of the network per latent: {generation.passes / len(raw):,.0f}")
+    return generation, lines
 
 
 def _distinct(texts: Sequence[str]) -> list[str]:

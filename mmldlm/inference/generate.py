@@ -142,6 +142,7 @@ def interpolate(
         (length,) * points,
         torch.cat([part.latents for part, _ in results]),
         torch.cat([part.log_p for part, _ in results]),
+        sum(part.passes for part, _ in results),
     )
     return generation, [text for _, texts in results for text in texts]
 

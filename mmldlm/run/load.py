@@ -111,11 +111,22 @@ class _Gone(Action):
 
 def add_settings(parser: ArgumentParser) -> None:
     """Add the settings that replace the run's own; `parse_intermixed_args` takes them at any place."""
-    for name in dump(SamplingConfig()):
+    for name in dump(SamplingConfig()).keys() - {"search"}:
         parser.add_argument(f"--{name.replace('_', '-')}", action=_Gone, default=SUPPRESS, help=SUPPRESS)
     parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings that replace the run's own, such as sampling.steps=8"
     )
+
+
+def add_search(parser: ArgumentParser) -> None:
+    """Add `--search`, which is a setting that many want to vary; see `given_settings`."""
+    parser.add_argument("--search", metavar="N", help="l2t: texts to generate for a latent; as sampling.search=N")
+
+
+def given_settings(options: Namespace) -> list[str]:
+    """Return the settings that replace the run's own, by the options of `add_settings` and `add_search`."""
+    search = getattr(options, "search", None)
+    return [*options.settings, *([f"sampling.search={search}"] if search else [])]
 
 
 def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
@@ -270,4 +281,4 @@ def load_run_on_all_ranks(options: Namespace, processes: Collectives) -> LoadedR
             checkpoint = newest_checkpoint(options.run, run_config(options.run)).path
     checkpoint = processes.gather(str(checkpoint), "choice of the checkpoint")[0]
     with processes.raise_on_all_ranks("loading of the run"):
-        return load_run(options.run, checkpoint, options.data, options.weights, options.settings)
+        return load_run(options.run, checkpoint, options.data, options.weights, given_settings(options))

@@ -10,6 +10,7 @@ from torch import Tensor
 from mmldlm.diffusion.candidates import generate_best
 from mmldlm.diffusion.noise import RandomSource
 from mmldlm.diffusion.sampling import Generation, SamplingConfig
+from mmldlm.errors import UsageError
 from mmldlm.run.load import LoadedRun
 
 
@@ -30,6 +31,9 @@ def generate_texts(
     With `by_encoder`, candidates are chosen by the cosine of their latent by the run's encoder, on its own scale, to
     the given one. It is loaded only where there is a choice, and a run whose encoder cannot be does without.
     """
+
+    if config.search and by_encoder and run.chooser is None:
+        raise UsageError(f"sampling.search: expected a run whose encoder can be loaded, found {config.search}")
 
     def fit(tokens: list[list[int]], repeated: Tensor) -> Tensor:
         encoder = run.chooser

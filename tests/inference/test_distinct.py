@@ -1,17 +1,22 @@
-"""`mmldlm sample -n`: texts that differ where there are some, and their number where there are not."""
+"""`mmldlm sample`: texts that differ under `-n`, where there are some, and ones that fit better under a search."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from mmldlm.data.store import Store
 from mmldlm.diffusion.sampling import SamplingConfig
+from mmldlm.errors import UsageError
 from mmldlm.evaluation import cosine
 from mmldlm.inference import encode_texts
 from mmldlm.inference.command import build_parser, generated_lines
+from mmldlm.inference.generate import sample
 from mmldlm.run.load import LoadedRun
 
 pytestmark = pytest.mark.quick
@@ -50,3 +55,23 @@ def test_where_there_are_none_it_is_said(short_run: LoadedRun) -> None:
     """So little mass that all draws are the same, at one length."""
     for of_source in shown(short_run, 3, top_p=1e-6, lengths=1, steps=1):
         assert of_source[1:] == ["(only 1 distinct texts; a higher sampling.temperature gives more)"]
+
+
+def test_a_search_finds_texts_that_fit_better(short_run: LoadedRun) -> None:
+    found = {budget: shown(short_run, 1, search=budget, temperature=1.0, lengths=3) for budget in (3, 40)}
+    passes = [int(found[budget][-1].pop().removeprefix("passes of the network per latent: ")) for budget in found]
+    assert passes[0] < passes[1] <= 40 * short_run.config.sampling.steps
+    assert found[3] == shown(short_run, 1, temperature=1.0, lengths=3)
+    less, more = (fits(short_run, found[budget]) for budget in found)
+    assert (more >= less - 1e-6).all() and more.mean() > less.mean() + 0.02
+
+
+def test_a_search_needs_the_encoder(short_run: LoadedRun, tmp_path: Path) -> None:
+    shutil.copytree(short_run.store.path, tmp_path / "store")
+    run = replace(short_run, store=Store.open(tmp_path / "store"))
+    shutil.rmtree(tmp_path / "store" / "encoder")
+    latents = np.zeros((1, *short_run.store.split("test").latents(0).shape), np.float32)
+    sampling = replace(run.config.sampling, search=16)
+    with pytest.raises(UsageError, match=r"^sampling.search: expected a run whose encoder can be loaded, found 16$"):
+        sample(run, "l2t", sampling, 0, latents)
+    assert sample(run, "l2t", replace(sampling, search=None), 0, latents)[1], "chosen by its likelihood"
