@@ -7,7 +7,7 @@ near sqrt(C).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -24,6 +24,7 @@ LatentSampler = Literal["ddim", "euler"]
 # Divisors are at least these: where alpha = 0, epsilon does not determine x0, and its estimate is damped.
 ALPHA_MIN = 1e-3
 SIGMA_MIN = 1e-3
+SHIFT_CHANNELS = 64  # of a text's latents in all, up to which noise times are not shifted
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,12 @@ class LatentConfig:
     mode_scale: float = setting(
         1.29, "mode: 0 is uniform; larger values favor the middle over the ends", above=-1, below=MAX_MODE_SCALE
     )
+    time_shift: float | None = setting(
+        None,
+        "s in t_latent -> s t_latent / (1 + (s - 1) t_latent), which moves the drawn times toward noise: many channels "
+        "show through noise that hides few; null: the root of a text's latent channels / 64, at least 1",
+        above=0,
+    )
     stratified: bool = setting(
         True, "t_latent from a low-discrepancy grid over the global batch; false: independent draws"
     )
@@ -61,7 +68,19 @@ class LatentConfig:
     @property
     def sampler(self) -> TimeSampler:
         """Distribution of t_latent."""
-        return TimeSampler(self.time_sampling, self.location, self.scale, self.mode_scale, self.stratified)
+        return TimeSampler(
+            self.time_sampling,
+            self.location,
+            self.scale,
+            self.mode_scale,
+            self.stratified,
+            shift=self.time_shift or 1.0,
+        )
+
+    def resolve(self, channels: int) -> LatentConfig:
+        """Return the config with the default shift for texts whose latents have so many channels in all."""
+        shift = max(1.0, math.sqrt(channels / SHIFT_CHANNELS)) if self.time_shift is None else self.time_shift
+        return replace(self, time_shift=shift)
 
 
 def per_sample(t_B: Tensor, like: Tensor) -> Tensor:
@@ -79,6 +98,7 @@ class GaussianDiffusion:
 
     def __init__(self, config: LatentConfig, loss: LatentLoss, max_norm: float = math.inf, huber_delta: float = 1.0):
         self.path = PATHS[config.process]()
+        self.sampler = config.sampler
         self.prediction_type = config.prediction
         self.loss_kind = loss
         self.max_norm = max_norm

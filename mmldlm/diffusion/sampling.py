@@ -92,14 +92,21 @@ class SamplingConfig:
         advice="latents_first takes twice the passes; its texts agree better with their latents and are more diverse. "
         "together for a run that is poor at l2t",
     )
+    joint_latents: Literal["of_text", "drawn"] = setting(
+        "of_text",
+        "joint with latents_first; drawn: the latents that the text is generated from, which may be those of no text; "
+        "of_text: at last they are found from that text, as in t2l",
+    )
 
     def __post_init__(self) -> None:
         if self.remask and self.decoding == "confidence":
             raise ValueError("remask: needs decoding ancestral, found confidence")
 
-    def resolve_t2l_steps(self, prediction: PredictionType) -> int:
-        """Return the reverse steps of t2l; one is enough where the network predicts x0 itself."""
-        return self.t2l_steps or (1 if prediction == "x0" else self.steps)
+    def of_t2l(self, prediction: PredictionType) -> SamplingConfig:
+        """Return the settings of t2l; one reverse step is enough where the network predicts x0 itself."""
+        steps = self.t2l_steps or (1 if prediction == "x0" else self.steps)
+        # A single step of DDIM is the estimate of x0 itself, one of Euler is far from it.
+        return replace(self, steps=steps, latent_sampler="ddim" if steps == 1 else self.latent_sampler)
 
     def resolve_temperature(self, mode: Mode, latent_tokens: int, count: int = 1) -> float:
         """Return the temperature of a mode, for `count` texts of each latent, which has `latent_tokens`."""
@@ -190,8 +197,8 @@ def generate(
         every_step: Run the network also in steps that need no prediction, where other ranks may need one.
     """
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
-    passes = 0
-    if mode == "joint" and config.joint_order == "latents_first":
+    passes, comes_first = 0, mode == "joint" and config.joint_order == "latents_first"
+    if comes_first:
         known = torch.full((sum(lengths),), text.mask_id) if template is None else template
         given = latents, lengths, known
         _, latents, _, passes = _reverse(model, text, latent, "t2l", config, generator, *given, every_step=every_step)
@@ -200,14 +207,17 @@ def generate(
         temperature = config.resolve_temperature("joint", tokens_each)
         mode, config = "l2t", replace(config, decoding=decoding, temperature=temperature)
     elif mode == "t2l":
-        steps = config.resolve_t2l_steps(latent.prediction_type)
-        # A single step of DDIM is the estimate of x0 itself, one of Euler is far from it.
-        config = replace(config, steps=steps, latent_sampler="ddim" if steps == 1 else config.latent_sampler)
+        config = config.of_t2l(latent.prediction_type)
     words = words if config.doubled_words == "avoid" else None
-    x, z, log_p, more_passes = _reverse(
+    x, z, log_p, more = _reverse(
         model, text, latent, mode, config, generator, latents, lengths, tokens, on_step, template, words, every_step
     )
-    return Generation(x.cpu(), lengths, z.float().cpu(), log_p.cpu(), passes + more_passes)
+    passes += more
+    if comes_first and config.joint_latents == "of_text":
+        config = config.of_t2l(latent.prediction_type)
+        _, z, _, more = _reverse(model, text, latent, "t2l", config, generator, z, lengths, x, every_step=every_step)
+        passes += more
+    return Generation(x.cpu(), lengths, z.float().cpu(), log_p.cpu(), passes)
 
 
 def _reverse(

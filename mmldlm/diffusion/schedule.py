@@ -171,10 +171,12 @@ class TimeSampler:
     mode_scale: float = 1.29  # mode: s in SD3, eq. 20
     stratified: bool = True
     lowest: float = 0.0  # no time is below it
+    shift: float = 1.0  # toward 1: sqrt(m / n) in SD3, eq. 23
 
     def times(self, u: Tensor) -> Tensor:
         """Return the times, an increasing function of the uniform numbers `u` in [0, 1]."""
-        return self._times(u).clamp_min(self.lowest)
+        t = self._times(u).clamp_min(self.lowest)
+        return t if self.shift == 1 else self.shift * t / (1 + (self.shift - 1) * t)
 
     def _times(self, u: Tensor) -> Tensor:
         if self.kind == "uniform":
@@ -190,7 +192,7 @@ class TimeSampler:
 
         Undefined for logit_normal: its density is 0 at both ends, where the weight would be unbounded.
         """
-        assert self.kind != "logit_normal"
+        assert self.kind != "logit_normal" and self.shift == 1
         if self.kind == "uniform":
             return torch.ones_like(u)
         return 1 + self.mode_scale * (1 - math.pi / 2 * torch.sin(math.pi * u))

@@ -7,6 +7,7 @@ latents are distributed, and whether each text and its latent belong together.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,11 @@ def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str
     """
     evaluation.progress.phase("texts and latents from noise")
     run, count = evaluation.run, evaluation.num_texts
-    generated = evaluation.generate("joint", "none", count, run.config.sampling)
+    sampling = run.config.sampling
+    generated = evaluation.generate("joint", "none", count, replace(sampling, joint_latents="drawn"))
+    latents = generated.latents
+    if sampling.joint_order == "latents_first" and sampling.joint_latents == "of_text":
+        latents = evaluation.generate_latents(generated.tokens, sampling)
     token_sets = {
         "": generated.tokens,
         "_true": evaluation.tokens[:count],
@@ -80,12 +85,14 @@ def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str
             evaluation.progress.phase(f"perplexity{suffix.replace('_', ', ')}")
             nats = evaluation.measure_texts(model.nats, texts[suffix], 2)
             metrics[f"generative_perplexity{suffix}"] = perplexity(nats)
-    metrics |= frechet_metrics(evaluation, generated.latents)
+    metrics |= frechet_metrics(evaluation, latents)
     evaluation.progress.phase("re-encoding of the generated texts")
-    encoded, raw = evaluation.encode(texts[""]), run.store.restore(generated.latents)
+    encoded, raw = evaluation.encode(texts[""]), run.store.restore(latents)
     metrics |= reencoding_metrics(encoded, raw)
     shuffled = reencoding_metrics(encoded, np.roll(raw, 1, axis=0))
     metrics["reencoded_cosine_shuffled"] = shuffled["reencoded_cosine"]
+    drawn = reencoding_metrics(encoded, run.store.restore(generated.latents))
+    metrics["reencoded_cosine_drawn"] = drawn["reencoded_cosine"]
     metrics |= memorization_metrics(evaluation, generated.tokens)
     metrics["samples"] = texts[""][:NUM_SHOWN_SAMPLES]
     return metrics

@@ -53,9 +53,9 @@ class ModelConfig:
     width: int = setting(256, "width D of the text stream", at_least=8)
     latent_width: int | None = setting(
         None,
-        "width E of the latent stream; null: width / 4, at least 32",
+        "width E of the latent stream; null: that of a latent vector, but at least 32 and width / 4, at most width",
         at_least=8,
-        advice="The text's width if a text has many latent tokens; with one it would be wasted",
+        advice="A stream narrower than the latents cannot pass them on; with many latent tokens it may be wider",
     )
     num_heads: int = setting(
         4,
@@ -91,10 +91,9 @@ class ModelConfig:
         """Width K of a head."""
         return self.width // self.num_heads
 
-    @property
-    def resolved_latent_width(self) -> int:
-        """Width E of the latent stream, with the default filled in."""
-        return self.latent_width or max(32, self.width // 4)
+    def resolve_latent_width(self, channels: int) -> int:
+        """Return the width E of the latent stream for latents of so many channels."""
+        return self.latent_width or max(32, self.width // 4, min(self.width, channels))
 
 
 @dataclass(frozen=True)
@@ -164,10 +163,10 @@ class Rows(NamedTuple):
 class MMDiTBlock(nn.Module):
     """Joint attention over both streams, then a feed-forward network for each (arXiv 2403.03206, figure 2b)."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, latent_width: int):
         super().__init__()
         self.text = BlockStream(config, config.width)
-        self.latent = BlockStream(config, config.resolved_latent_width)
+        self.latent = BlockStream(config, latent_width)
 
     def forward(
         self, text_ND: Tensor, latent_TE: Tensor, conditioning: Conditioning, rows: Rows
@@ -230,7 +229,8 @@ class MMDiT(nn.Module):
         latent_skip: bool = False,
     ):
         super().__init__()
-        width, latent_width, conditioning = config.width, config.resolved_latent_width, config.conditioning_width
+        width, conditioning = config.width, config.conditioning_width
+        latent_width = config.resolve_latent_width(shape.latent_channels)
         self.config, self.shape, self.backend, self.precision = config, shape, backend, precision
         # `nn.Embedding` itself draws weights, for which PyTorch on the meta device imports its compiler: seconds.
         self.token_embedding = nn.Embedding(shape.vocab_size, width, _weight=torch.empty(shape.vocab_size, width))
@@ -238,7 +238,7 @@ class MMDiT(nn.Module):
         self.latent_position = nn.Parameter(torch.empty(shape.latent_tokens, latent_width))
         self.text_time = TimeEmbedding(conditioning)
         self.latent_time = TimeEmbedding(conditioning)
-        self.blocks = nn.ModuleList(MMDiTBlock(config) for _ in range(config.depth))
+        self.blocks = nn.ModuleList(MMDiTBlock(config, latent_width) for _ in range(config.depth))
         checkpoint_blocks(self.blocks, memory, uses_rng=config.dropout > 0)
         self.text_final = Modulation(conditioning, width, branches=1, rank=config.modulation_rank)
         self.latent_final = Modulation(conditioning, latent_width, branches=1, rank=config.modulation_rank)

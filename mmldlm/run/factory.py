@@ -71,10 +71,11 @@ def build_fake_model(config: RunConfig, manifest: Manifest) -> MMDiT:
 
 def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
     """Return the training objective of a run."""
+    latent = config.latent.resolve(manifest.latent.tokens * manifest.latent.channels)
     return Objective(
         config.loss,
         MaskedDiffusion(manifest.mask_id, config.loss.text, config.text.masks),
-        GaussianDiffusion(config.latent, config.loss.latent, manifest.latent.max_norm, config.loss.huber_delta),
+        GaussianDiffusion(latent, config.loss.latent, manifest.latent.max_norm, config.loss.huber_delta),
         config.log.noise_levels,
         accuracy=True,
     )
@@ -115,7 +116,7 @@ def corrupt_step(
     What the loader has corrupted for this step is taken as it is.
     """
     weights = mode_weights_at(step, config.mode, config.mode_schedule)
-    samplers = config.text.sampler, config.latent.sampler
+    samplers = config.text.sampler, objective.latent.sampler
     return [
         batch.noised
         if isinstance(batch, CorruptedBatch) and batch.step == step

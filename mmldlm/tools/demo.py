@@ -284,7 +284,7 @@ class Page:
             return self.gr.Dropdown(splits, value="train", label="Split", min_width=FIELD_WIDTH)
         config = self.run.config.sampling
         defaults = {**dump(Request()), **dump(config)}
-        defaults["t2l_steps"] = config.resolve_t2l_steps(self.run.config.latent.prediction)
+        defaults["t2l_steps"] = config.of_t2l(self.run.config.latent.prediction).steps
         defaults["temperature"] = config.resolve_temperature("l2t", 1, Request().count)
         label, step = _LABELS.get(name, name.capitalize()), 0.1 if name in ("guidance", "temperature") else 1
         if name == "guidance" and "joint" not in self.run.config.trained_modes:

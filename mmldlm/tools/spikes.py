@@ -119,7 +119,7 @@ class StepParts:
             f"its {self.size.global_batch_size} samples"
         ]
         weights = mode_weights_at(self.step, config.mode, config.mode_schedule)
-        samplers = config.text.sampler, config.latent.sampler
+        samplers = config.text.sampler, components.objective.latent.sampler
         for slot in result.slots:
             batch = self.loader.read_slots(self.position, self.size, np.array([slot]))[0]
             noise = draw_noise(batch, config.run.seed, self.step, self.size.global_batch_size, weights, *samplers)

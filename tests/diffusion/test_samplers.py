@@ -138,12 +138,33 @@ def test_latents_come_before_the_text_that_is_given_them() -> None:
         seen.append((float(t_latent[0]), float(t_text[0])))
         return PerfectDenoiser(PAIRS, latent)(*arguments)
 
-    config = SamplingConfig(4, joint_order="latents_first")
+    config = SamplingConfig(4, joint_order="latents_first", joint_latents="drawn")
     made = generate(denoiser, TEXT, latent, "joint", config, seeded(), PAIRS.latents, PAIRS.lengths)
     assert torch.equal(made.tokens, PAIRS.tokens)
     assert seen[:4] == [(1, 1), (0.75, 1), (0.5, 1), (0.25, 1)]
     assert [latent for latent, _ in seen[4:]] == [0] * len(seen[4:])
     assert [text for _, text in seen[4:]] == sorted((text for _, text in seen[4:]), reverse=True)
+
+
+def test_the_latents_of_joint_are_at_last_those_of_its_text() -> None:
+    """Where no text belongs to what was drawn: the network writes the same texts whatever the latents are."""
+    latent = gaussian("vp_cosine", "x0", "mse", CHANNELS)
+
+    def denoiser(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        text, prediction, lengths = PerfectDenoiser(PAIRS, latent)(*arguments)
+        is_known = bool((arguments[0] != TEXT.mask_id).all())
+        return text, prediction if is_known else -prediction, lengths
+
+    made = {}
+    for which in ("drawn", "of_text"):
+        config = SamplingConfig(4, joint_latents=which)  # type: ignore[arg-type]
+        made[which] = generate(denoiser, TEXT, latent, "joint", config, seeded(), PAIRS.latents, PAIRS.lengths)
+        assert torch.equal(made[which].tokens, PAIRS.tokens)
+    torch.testing.assert_close(made["drawn"].latents, -PAIRS.latents, rtol=0, atol=1e-5)
+    torch.testing.assert_close(made["of_text"].latents, PAIRS.latents, rtol=0, atol=1e-5)
+    assert made["of_text"].passes == made["drawn"].passes + len(PAIRS.lengths)
+    together = SamplingConfig(4, joint_order="together")
+    assert recovered(latent, "joint", together).passes == 4 * len(PAIRS.lengths)
 
 
 def test_guidance_of_an_idle_condition_changes_nothing() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mmldlm.config import load_config
+from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.schedule import MAX_MODE_SCALE, TimeSampler
@@ -47,6 +48,19 @@ def test_location_and_scale_are_those_of_the_logit() -> None:
     logits = torch.logit(TimeSampler("logit_normal", location=-0.5, scale=0.7).times(U))
     assert float(logits.mean()) == pytest.approx(-0.5, abs=1e-4)
     assert float(logits.std()) == pytest.approx(0.7, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "channels", "shift"), [(None, 32, 1.0), (None, 64, 1.0), (None, 1024, 4.0), (0.5, 1024, 0.5)]
+)
+def test_times_of_many_channels_are_moved_toward_noise(given: float | None, channels: int, shift: float) -> None:
+    """By eq. 23 of SD3: the logit of a time moves by log s, and 0 and 1 stay."""
+    sampler = LatentConfig(time_shift=given).resolve(channels).sampler
+    t, before = sampler.times(U), TimeSampler().times(U)
+    torch.testing.assert_close(t.logit() - before.logit(), torch.full_like(t, math.log(shift)), rtol=0, atol=1e-6)
+    assert sampler.times(torch.tensor([0.0, 1.0])).tolist() == [0.0, 1.0]
+    if shift == 1:
+        assert torch.equal(t, before)
 
 
 @pytest.mark.parametrize("limit", [None, 3.0])

@@ -57,6 +57,7 @@ def test_where_there_are_none_it_is_said(short_run: LoadedRun) -> None:
         assert of_source[1:] == ["(only 1 distinct texts; a higher sampling.temperature gives more)"]
 
 
+@pytest.mark.setting("sampling.search")
 def test_a_search_finds_texts_that_fit_better(short_run: LoadedRun) -> None:
     found = {budget: shown(short_run, 1, search=budget, temperature=1.0, lengths=3) for budget in (3, 40)}
     passes = [int(found[budget][-1].pop().removeprefix("passes of the network per latent: ")) for budget in found]
