@@ -54,8 +54,10 @@ def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) ->
         if before == values:
             continue
         if isinstance(before, dict) and isinstance(values, dict):
-            key = next(name for name in {**before, **values} if before.get(name) != values.get(name))
-            before, values, group = before.get(key), values.get(key), f"{group}.{key}"
+            # A checkpoint of another version may lack a setting, or have one that is gone.
+            unset = object()
+            key = next(name for name in {**before, **values} if before.get(name, unset) != values.get(name, unset))
+            before, values, group = before.get(key, "unset"), values.get(key, "unset"), f"{group}.{key}"
         result, expected = short_repr(before), short_repr(values)
         raise DataError(f"{checkpoint.path}: {group} is {result} in the checkpoint, {expected} now")
 

@@ -6,6 +6,7 @@ import json
 import pickle
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.data.store import Store
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import DataError
-from mmldlm.run.compatibility import identity
+from mmldlm.run.compatibility import check_compatible, identity
 from mmldlm.run.load import load_run
 from mmldlm.trainer.checkpointer import metadata_files
 from mmldlm.trainer.restore import restore_checkpoint
@@ -192,3 +193,18 @@ def test_wrong_shapes_and_types_are_refused(run: Run, tmp_path: Path) -> None:
             assert is_refused(lambda: load_all(run)), change
         replace_file(path, f"{group}.safetensors", good)
     assert load_all(run) == 1
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"), [("latent", "latent.gone is 1 in the checkpoint, 'unset' now"), ("model", "model.gone is 1")]
+)
+def test_a_setting_of_another_version_is_named(run: Run, key: str, expected: str) -> None:
+    """One that this version does not know, and one that it has and the checkpoint's did not, whatever its value."""
+    config, store, _, path = run
+    saved = {**identity(config, store), key: {**identity(config, store)[key], "gone": 1}}
+    with pytest.raises(DataError, match=expected):
+        check_compatible(replace(verify_checkpoint(path), info={"identity": saved}), config, store)
+    before = identity(config, store)
+    assert before["latent"].pop("time_shift") is None
+    with pytest.raises(DataError, match=r"latent\.time_shift is 'unset' in the checkpoint, None now$"):
+        check_compatible(replace(verify_checkpoint(path), info={"identity": before}), config, store)
