@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import gpu_bars, real_run, reference_decoder
+from benchmarks import gpu_bars, real_run, reference_decoder, search
 from benchmarks.common.report import RESULTS, ROOT, markdown
 from benchmarks.learning import learning_blocks
 
@@ -22,6 +22,7 @@ _MAKERS = {
     "learning": learning_blocks,
     "real_run": real_run.blocks,
     "reference_decoder": reference_decoder.blocks,
+    "search": search.blocks,
 }
 
 
