@@ -244,7 +244,7 @@ def prepare_corpus(name: str, folder: Path, more: Sequence[str] = ()) -> tuple[P
     print_status(f"{name}: preparing")
     arguments = ["prepare", *CASES[name].prepare, *more, "--out", str(store)]
     if any(TEST_MODEL in argument for argument in arguments):
-        model_path = importlib.import_module(TEST_MODEL).get_model_path()
+        model_path = str(importlib.import_module(TEST_MODEL).get_model_path())
         arguments = [argument.replace(TEST_MODEL, model_path) for argument in arguments]
     return store, mmldlm(arguments, folder / "prepare.log")
 
