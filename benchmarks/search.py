@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print_status(f"{name}: exact matches {arms[name]['exact_match']:.3f}")
     run.__dict__["chooser"] = OtherTexts(run.encoder)  # in place of the cached property
     arms["`--search 16` by other texts"] = measure(run, replace(sampling, search=16), options.limit)
-    result = {**circumstances(torch.device("cpu")), "config": run.config.run.dir, "step": run.step, "arms": arms}
+    result = {**circumstances(torch.device("cpu")), "data": run.store.identity, "step": run.step, "arms": arms}
     write_json(result, options.out, "search")
     print(blocks(result)["search"])
     return 0
