@@ -116,10 +116,11 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     for name, corpus in result["corpora"].items():
         rows = []
         for title, metric in ROWS.items():
-            row = {f"`{name}`, {len(corpus['seeds'])} seeds": title}
+            row = {f"`{name}`, seeds: {len(corpus['seeds'])}": title}
             for decoding in BEAMS:
                 values = [(seed | seed[decoding])[metric] for seed in corpus["seeds"]]
-                row[decoding] = f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+                spread = f" ({min(values):.3g} to {max(values):.3g})" if len(values) > 1 else ""
+                row[decoding] = f"{median(values):.3g}{spread}"
             rows.append(row)
         made[f"reference-decoder-{name}"] = markdown(rows)
     return made
