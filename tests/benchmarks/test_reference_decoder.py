@@ -14,6 +14,7 @@ import torch
 from benchmarks.__main__ import main
 from benchmarks.common.causal_decoder import CausalDecoder
 from benchmarks.common.store_writer import StoreWriter
+from benchmarks.learning import CASES
 from benchmarks.reference_decoder import BEAMS, blocks
 from mmldlm.data.encoders import ChunkedEncoder, LsaEncoder
 from mmldlm.data.store import Store
@@ -73,13 +74,13 @@ def test_table(result: dict[str, Any]) -> None:
     made = blocks(result)
     assert made.keys() == {"reference-decoder-simple-docs"}
     table = made["reference-decoder-simple-docs"].splitlines()
-    assert table[0] == "| `simple-docs`, 2 seeds | greedy | beam of 4 |"
+    assert table[0] == "| `simple-docs`, seeds: 2 | greedy | beam of 4 |"
     assert "| exact matches | 1 (1 to 1) | 1 (1 to 1) |" in table
 
 
 def test_a_store_is_of_one_corpus(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     status = main(["reference_decoder", "--store", str(store.path)])
-    assert_user_error((status, capsys.readouterr().err), 2, "--store", "simple-docs, simple-docs-lsa, python-docs")
+    assert_user_error((status, capsys.readouterr().err), 2, "--store", ", ".join(CASES))
 
 
 def test_later_tokens_change_no_earlier_logits(store: Store) -> None:
