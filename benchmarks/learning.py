@@ -112,11 +112,11 @@ CASES = {
         "configs/quickstart.yaml",
         (*_SIMPLE_DOCS[:4], *_SIMPLE_DOCS[6:], "--encoder", f"sentence-transformers:{TEST_MODEL}"),
         {
-            "l2t.bits_per_token": Bar(most=5.5),
+            "l2t.bits_per_token": Bar(most=4.7),
             "l2t.bleu": Bar(least=10),
-            "l2t.reencoded_cosine": Bar(least=0.6),
-            "t2l.recall_at_1": Bar(least=0.9),
-            "t2l.cosine": Bar(least=0.72),
+            "l2t.reencoded_cosine": Bar(least=0.8),
+            "t2l.recall_at_1": Bar(least=0.94),  # ridge regression from token counts: 0.995
+            "t2l.cosine": Bar(least=0.76),  # 0.88
         },
         settings=("model.latent_width=null",),
     ),
@@ -381,10 +381,11 @@ def _joint_table(corpora: Mapping[str, Any]) -> str:
     """Return the metrics of joint by corpus, medians over the seeds with their range, as Markdown."""
     rows = [{"both from noise": title.strip()} for title in JOINT_ROWS]
     for name, corpus in corpora.items():
+        if "reencoded_cosine_drawn" not in corpus["seeds"][0]["metrics"]["joint"]:
+            continue  # measured before the latents of joint were those of its text
         for row, metric in zip(rows, JOINT_ROWS.values(), strict=True):
-            found = [seed["metrics"]["joint"].get(metric) for seed in corpus["seeds"]]
-            values = [each for each in found if each is not None]  # not measured by an earlier version
-            shown = f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})" if values else ""
+            values = [seed["metrics"]["joint"][metric] for seed in corpus["seeds"]]
+            shown = f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
             row[f"`{name}`, {len(corpus['seeds'])} seeds"] = shown
     return markdown(rows)
 
