@@ -35,7 +35,7 @@ class OptimConfig:
         "peak learning rate",
         above=0,
         advice="The first setting to tune. Lower for larger models: configs/ has 1e-3 at 10 million parameters, 3e-4 "
-        "at 386. Halve it if a run diverges",
+        "at 415. Halve it if a run diverges",
     )
     betas: tuple[float, float] = setting((0.9, 0.98), "decay of AdamW's first and second moments")
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)

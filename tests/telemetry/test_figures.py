@@ -248,7 +248,7 @@ def test_quality_of_a_run(run: Path) -> None:
 @pytest.mark.parametrize("steps", [2, 8, 100])
 def test_figure_data_takes_few_forward_passes(steps: int, run: Path) -> None:
     """Eight reverse steps write a text of up to 32 tokens, and one predicts x0; no more are taken. Joint takes them for
-    the latents and for the texts, and the joint texts are those that were written with the figures' latents."""
+    the latents and for the texts, and one for the latents of these; its texts are those of the figures' latents."""
     loaded, passes = load_run(run), []
     sampling = replace(loaded.config.sampling, steps=steps)
     loaded = replace(loaded, config=replace(loaded.config, sampling=sampling))
@@ -265,7 +265,7 @@ def test_figure_data_takes_few_forward_passes(steps: int, run: Path) -> None:
         return min(steps, max(8, math.ceil(lengths[:texts].max() / 4)))
 
     taken = collect_figure_data(watched, Collectives())
-    assert len(passes) == 1 + 1 + 2 * writing(8)
+    assert len(passes) == 1 + 1 + 2 * writing(8) + 1
     assert [len(text) for text in taken.joint_tokens] == lengths[:8].tolist()
     passes.clear()
     tables = text_samples(watched, Collectives(), taken)
