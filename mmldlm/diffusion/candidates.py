@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -124,9 +123,8 @@ def generate_best(
     )
     changed = torch.tensor([one != other for one, other in zip(before, found, strict=True)])
     log_p = made.log_p.masked_fill(changed, torch.nan)
-    return Generation(
-        torch.tensor(list(chain.from_iterable(found))), tuple(map(len, found)), made.latents, log_p, passes
-    )
+    tokens = torch.tensor([token for each in found for token in each])
+    return Generation(tokens, tuple(map(len, found)), made.latents, log_p, passes)
 
 
 def _best(made: Generation, scores: Tensor, count: int) -> Generation:

@@ -57,7 +57,7 @@ def search(
         templates = [
             _template(best[number], gain, uniform, *proposal, mask_id, max_length)
             for number, gain, drawn in zip(numbers, gains, uniforms, strict=True)
-            for uniform, proposal in zip(drawn, PROPOSALS, strict=False)
+            for uniform, proposal in zip(drawn, PROPOSALS[:width], strict=True)
         ]
         made = fill_in(templates, owners, source)
         for number, text, score in zip(owners, made, fit(made, owners).tolist(), strict=True):

@@ -35,7 +35,7 @@ from mmldlm.data.prepare.readers.files import suffix_format
 from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.errors import DataError, RunInUseError, UsageError
 from mmldlm.inference.conditions import load_latents
-from mmldlm.run.load import LoadedRun, given_settings, load_run_on_all_ranks, run_config
+from mmldlm.run.load import LoadedRun, load_run_on_all_ranks, run_config
 from mmldlm.utils.files import fsync, sha256, write_atomically
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import CONTINUE, stop_at_signals
@@ -177,7 +177,7 @@ def describe(run: LoadedRun, options: Namespace, *inputs: Path | None) -> dict[s
     for _, tensor in sorted(model_state(run.model).items()):
         digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     files = [sha256(path) for path in inputs if path is not None]
-    settings = [setting for setting in given_settings(options) if not setting.startswith("sampling.")]
+    settings = [setting for setting in options.settings if not setting.startswith("sampling.")]
     described = {"run": str(run), "weights": digest.hexdigest(), "input": files}
     return described | ({"settings": settings} if settings else {})
 
