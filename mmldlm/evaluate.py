@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before the imports below import torch
 from mmldlm.diffusion.noise import MODES
 from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.distributed.process_group import process_group
-from mmldlm.errors import ExitCode, exit_process, run_command
+from mmldlm.errors import ExitCode, UsageError, exit_process, run_command
 from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import evaluate
 from mmldlm.evaluation.table import samples_markdown, table
@@ -112,7 +112,12 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
         if processes.world_size == 1:
             choose_threads()
         loaded = load_run_on_all_ranks(options, processes)
-        measured = evaluate(loaded, config, options.modes, options.sts, options.perplexity_model, processes, progress)
+        modes = options.modes or loaded.config.trained_modes
+        for option, mode in (("search", "l2t"), ("sts", "t2l"), ("perplexity_model", "joint")):
+            if getattr(options, option) and mode not in modes:
+                name, found = option.replace("_", "-"), ",".join(modes)
+                raise UsageError(f"--{name}: is of mode {mode}, expected it among those to measure, found {found}")
+        measured = evaluate(loaded, config, modes, options.sts, options.perplexity_model, processes, progress)
         settings = given_settings(options)
         overrides = {"sampling": " ".join(settings)} if settings else {}
         result = replace_nonfinite({**overrides, **measured})

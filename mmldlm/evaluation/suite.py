@@ -33,8 +33,8 @@ def evaluate(
 
     Args:
         modes: The modes to measure; by default those that the run trained.
-        sts: File of pairs of sentences with a score, which add metrics of t2l.
-        perplexity_model: Folder of a causal language model, which adds metrics of joint.
+        sts: File of pairs of sentences with a score, which add metrics of t2l, one of `modes`.
+        perplexity_model: Folder of a causal language model, which adds metrics of joint, one of `modes`.
         processes: The ranks that share the work; by default this process alone.
         progress: Reports the phases; by default silent.
 
@@ -52,9 +52,9 @@ def evaluate(
         evaluation = Evaluation(run, config, processes, progress=progress, chooses=True)
         # Loaded, and sentences tokenized, only to fail here and not after all generations.
         _ = evaluation.encoder
-        pairs = read_pairs(sts) if sts and "t2l" in modes else []
+        pairs = read_pairs(sts) if sts else []
         tokenize_sentences(evaluation, pairs)
-        if perplexity_model and "joint" in modes:
+        if perplexity_model:
             model = CausalModel(perplexity_model, run.device)
     result: dict[str, Any] = {
         "step": run.step,

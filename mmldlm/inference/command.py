@@ -36,6 +36,7 @@ _EXCLUDES = {
     "interpolate": (("edit", "text", "latents", "count"), ", which generates one text per point"),
     "edit": (("text", "length"), ", which has its own text and uses --span-length"),
     "like": (("latents",), ", whose latent is used"),
+    "search": (("count", "length", "interpolate", "edit"), ", which improves one text of a latent, of any length"),
 }
 _EXCLUDED_BY_FILES = ("text", "interpolate", "edit", "watch")
 
@@ -109,6 +110,8 @@ def check_options(options: argparse.Namespace, given: set[str]) -> None:
         if given & {"text", "texts", "latents"} not in accepted[mode]:
             needs = {"l2t": f"--{text} or --latents", "t2l": f"--{text}", "joint": f"neither --{text} nor --latents"}
             raise UsageError(f"--mode {mode}{f' --out {out}' * to_file} needs {needs[mode]}")
+    if options.search and mode != "l2t":
+        raise UsageError(f"--search: improves the text of a latent, expected --mode l2t, found {mode}")
     if options.watch and mode == "t2l":
         raise UsageError("--watch: shows texts as they are generated, expected --mode l2t or joint, found t2l")
 

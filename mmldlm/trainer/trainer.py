@@ -5,6 +5,7 @@ What a run does beside its steps is in callbacks, see `mmldlm.trainer.callbacks`
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -61,6 +62,9 @@ class Trainer:
     # --- opening and closing -------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
+        # Imports are no garbage, and many: collections during the run need not look through them.
+        gc.freeze()
+        self._end.callback(gc.unfreeze)
         try:
             self._end.enter_context(self._notices)
             self.engine, components, fingerprint = open_run(self.config, self.launch, self.run_dir, self._end)
