@@ -17,6 +17,7 @@ case "${1:-}" in
 esac
 # One thread per process: the tests run side by side, and their numbers do not depend on the machine's cores.
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
+unset PYTHONDONTWRITEBYTECODE # hundreds of processes start
 
 if [ "${1:-}" = --lowest ]; then
   bin=.venv-lowest/bin

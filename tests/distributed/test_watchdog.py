@@ -64,7 +64,7 @@ def test_a_stopped_rank_with_the_store_ends_the_run(forked: ForkedRuns, tmp_path
         check_lost(run, 0, STOPPED, [1])
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGSTOP, marks=pytest.mark.slow), signal.SIGKILL])
 def test_a_lost_rank_ends_torchrun(forked: ForkedRuns, tmp_path: Path, number: signal.Signals) -> None:
     with LaunchedRun(forked, tmp_path, 2, 2, "none") as run:
         run.harm(0, number)

@@ -39,10 +39,9 @@ def pids(folder: Path) -> list[int]:
     [
         ("ddp", signal.SIGSTOP),
         ("fsdp2", signal.SIGKILL),
-        ("zero2", signal.SIGSTOP),
         pytest.param("ddp", signal.SIGKILL, marks=pytest.mark.slow),
         pytest.param("fsdp2", signal.SIGSTOP, marks=pytest.mark.slow),
-        pytest.param("zero2", signal.SIGKILL, marks=pytest.mark.slow),
+        *(pytest.param("zero2", each, marks=pytest.mark.slow) for each in (signal.SIGSTOP, signal.SIGKILL)),
     ],
 )
 def test_stopped_or_killed_rank(

@@ -105,6 +105,7 @@ def test_a_busy_machine_leaves_one_thread_and_a_resume_keeps_it(tiny_config: Pat
     assert saved_threads(tmp_path / "run") == 1
 
 
+@pytest.mark.slow
 def test_the_environment_comes_first(tiny_config: Path, tmp_path: Path) -> None:
     train(tiny_config, "train.steps=4", OMP_NUM_THREADS="2")
     assert saved_threads(tmp_path / "run") == 2

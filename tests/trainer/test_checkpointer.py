@@ -90,14 +90,14 @@ def test_a_slow_writer(parity_config: Path, single: Single, forked: ForkedRuns, 
 def test_a_writer_that_fails_ends_the_run_on_all_ranks(
     parity_config: Path, two_ranks: Callable[..., list[int]], forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    folder, settings = tmp_path / "run", ["train.steps=100000", "checkpoint.every_steps=50", "validation.every=0"]
+    folder, settings = tmp_path / "run", ["train.steps=100000", "checkpoint.every_steps=20", "validation.every=0"]
     ranks = two_ranks("ddp", parity_config, f"run.dir={folder}", *settings, script="faulty_writer.py", WRITER="fail")
     assert forked.wait(ranks) == dict.fromkeys(ranks, 74), (tmp_path / "log").read_text()[-3000:]
     record = exit_record(folder)
     assert record["code"] == 74 and "No space left on device" in str(record["cause"]), record
     assert [exit_record(folder, path.name)["code"] for path in folder.glob("exit.rank*.json")] == [74]
-    assert 100 <= int(str(record["step"])) < 150, "noticed at a step, not only at the next save"
-    assert steps_of(folder) == [50] and not list((folder / "checkpoints").glob(".tmp-*"))
+    assert 40 <= int(str(record["step"])) < 60, "noticed at a step, not only at the next save"
+    assert steps_of(folder) == [20] and not list((folder / "checkpoints").glob(".tmp-*"))
 
 
 def test_a_disk_that_fills_up(parity_config: Path, tmp_path: Path) -> None:

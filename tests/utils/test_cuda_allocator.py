@@ -40,7 +40,7 @@ def test_segments_grow(command: str) -> None:
 
 @pytest.mark.parametrize("name", CUDA_ALLOCATOR_ENV)
 def test_options_of_the_user_are_kept(name: str) -> None:
-    assert options("mmldlm.train", "--help", **{name: "max_split_size_mb:128"}) == "max_split_size_mb:128"
+    assert options("mmldlm.cli", "sample", "--help", **{name: "max_split_size_mb:128"}) == "max_split_size_mb:128"
 
 
 @pytest.mark.quick
