@@ -14,7 +14,7 @@ bin=""
 if [ -x .venv/bin/mmldlm ]; then
   bin=.venv/bin/
 elif ! command -v mmldlm >/dev/null; then
-  echo "quickstart: error: no mmldlm on PATH or in .venv: pip install mmldlm" >&2
+  echo "quickstart: error: no mmldlm on PATH or in .venv: install its wheel there" >&2
   exit 1
 fi
 mmldlm="${bin}mmldlm"

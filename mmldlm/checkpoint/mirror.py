@@ -27,6 +27,7 @@ from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.errors import ConfigError, DataError, StorageError
 from mmldlm.utils.files import fsync, make_folder
 from mmldlm.utils.short_repr import truncate
+from mmldlm.utils.versions import install_command
 
 CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 _POLL_INTERVAL_S = 0.2
@@ -273,5 +274,5 @@ class Mirror:
     def _line(self, error: Exception) -> str:
         text = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, ImportError):
-            text += "; expected what pip install mmldlm[mirror] installs"
+            text += f"; expected what this installs: {install_command('mirror')}"
         return truncate(text if self.url in text else f"{self.url}: {text}", _MAX_ERROR_CHARACTERS)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from mmldlm.errors import DataError, UsageError
+from mmldlm.utils.versions import install_command
 
 MAX_CONTEXT_TOKENS = 1 << 20  # models and tokenizers without a limit name a larger one
 
@@ -26,7 +27,7 @@ class CausalModel:
             from transformers.utils.logging import disable_progress_bar
         except ImportError:
             raise UsageError(
-                f"--perplexity-model {folder} needs transformers: pip install mmldlm[perplexity]"
+                f"--perplexity-model {folder} needs transformers: {install_command('perplexity')}"
             ) from None
         disable_progress_bar()  # it would also be drawn into log files
         if not (folder / "config.json").is_file():

@@ -143,8 +143,7 @@ def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         return load_config(path, overrides, may_extend=False)
     except ImportError as error:
         raise UsageError(
-            f"{run_dir}: a run folder needs the package {error.name}: pip install mmldlm, or use a bundle of "
-            "`mmldlm export`"
+            f"{run_dir}: a run folder needs the package {error.name}, or use a bundle of `mmldlm export`"
         ) from None
 
 

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mmldlm.utils.versions import install_command
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 MISSING = (
     None
     if find_spec("matplotlib")
-    else "figures: none in TensorBoard, since matplotlib is not installed; pip install 'mmldlm[figures]'"
+    else f"figures: none in TensorBoard, since matplotlib is not installed; {install_command('figures')}"
 )
 
 COLORS = {"true": "0.45", "t2l": "tab:blue", "joint": "tab:orange", "l2t": "tab:green"}

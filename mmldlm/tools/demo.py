@@ -34,6 +34,7 @@ from mmldlm.settings.fields import build
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.process import ignores_hangup
 from mmldlm.utils.short_repr import truncate
+from mmldlm.utils.versions import install_command
 
 HOST, DEFAULT_PORT, MIN_PORT = "127.0.0.1", 8000, 1024
 HOST_NAMES = (HOST, "localhost")  # by which a browser may address the server
@@ -194,7 +195,7 @@ def import_gradio() -> Any:
     try:
         import gradio
     except ImportError:
-        raise UsageError("the demo needs gradio: pip install mmldlm[demo]") from None
+        raise UsageError(f"the demo needs gradio: {install_command('demo')}") from None
     return gradio
 
 

@@ -1,4 +1,4 @@
-"""Check of the installed versions against the ranges in the metadata of mmldlm; imports none of the packages."""
+"""The packages that mmldlm needs, by its own metadata, and which of them are installed; imports none of them."""
 
 from __future__ import annotations
 
@@ -27,3 +27,19 @@ def check_versions() -> None:
             raise ConfigError(
                 f"{requirement.name}: found version {found}, expected {requirement.specifier}; pip install '{needed}'"
             )
+
+
+def install_command(extra: str) -> str:
+    """Return a command that installs the packages of an extra of mmldlm, which itself may be a checkout or a wheel."""
+    from packaging.requirements import Requirement
+
+    needed: list[str] = []
+    for requirement in map(Requirement, requires("mmldlm") or ()):
+        marker = requirement.marker
+        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
+            continue
+        if requirement.name == "mmldlm":  # an extra that contains another
+            needed += [install_command(each).removeprefix("pip install ") for each in sorted(requirement.extras)]
+        else:
+            needed.append(f"'{requirement.name}{requirement.specifier}'")
+    return f"pip install {' '.join(needed)}"

@@ -361,4 +361,4 @@ def test_without_pyarrow_the_extra_is_named(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert convert(source, tmp_path / "out") == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "pip install mmldlm[tables]" in line and not (tmp_path / "out").exists()
+    assert "pip install 'pyarrow" in line and not (tmp_path / "out").exists()

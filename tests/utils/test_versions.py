@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from mmldlm.utils.versions import install_command
+from tests.helpers.paths import ROOT
+
+tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
 
 
 def install(folder: Path, name: str, version: str, *requires: str) -> None:
@@ -47,3 +53,23 @@ def test_other_versions_are_not_refused(tmp_path: Path) -> None:
     assert run(tmp_path, "mmldlm.cli", "config", "absent.yaml").stderr.startswith(
         "mmldlm: error: config file absent.yaml"
     )
+
+
+@pytest.mark.quick
+def test_the_packages_of_an_extra_are_those_of_the_metadata() -> None:
+    """Messages name packages, not mmldlm: it may be a checkout or a wheel, and its name on PyPI is not ours."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert install_command("report") == "pip install " + " ".join(f"'{each}'" for each in extras["report"])
+    assert install_command("ray").split() == [
+        "pip",
+        "install",
+        *(f"'{each}'" for each in (*extras["cluster"], extras["ray"][1])),
+    ]
+
+
+@pytest.mark.quick
+def test_no_command_installs_a_name_that_nobody_owns() -> None:
+    sources = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("mmldlm/**/*.py"), *ROOT.glob("scripts/*.sh")]
+    assert len(sources) > 100
+    for path in sources:
+        assert not re.search(r"pip install [^\n]*\bmmldlm(\[|\b(?![-_/.\w]))", path.read_text()), path

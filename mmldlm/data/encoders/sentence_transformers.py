@@ -22,6 +22,7 @@ import torch
 from mmldlm.data.encoders.base import make_identity, normalize_rows, write_description
 from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.files import write_atomically
+from mmldlm.utils.versions import install_command
 
 ENCODER_VARIABLE = "MMLDLM_ENCODER"  # name or folder of the model that the user allows to be loaded
 _MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
@@ -62,7 +63,7 @@ class SentenceTransformerEncoder:
             from sentence_transformers import SentenceTransformer
         except ImportError:
             raise UsageError(
-                f"--encoder {self.kind}:{name_or_folder} needs sentence-transformers: pip install mmldlm[encoders]"
+                f"--encoder {self.kind}:{name_or_folder} needs sentence-transformers: {install_command('encoders')}"
             ) from None
         is_folder = Path(name_or_folder).is_dir()
         if revision and is_folder:

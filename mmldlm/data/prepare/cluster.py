@@ -31,6 +31,7 @@ from mmldlm.data.prepare.report import StageProgress
 from mmldlm.errors import MmldlmError, PeerLostError, UsageError, error_from_exit_code
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.progress import print_status
+from mmldlm.utils.versions import install_command
 
 _SET_HERE = {"self", "pipeline", "tasks", "depends", "depends_job_id", "logging_dir", "skip_completed", "sbatch_args"}
 _ERROR = "error.txt"
@@ -129,7 +130,7 @@ def executor_options(config: PrepareConfig) -> dict[str, Any]:
     if on_slurm and shutil.which("sbatch") is None:
         raise UsageError("--cluster slurm: no sbatch on PATH; expected a machine that submits jobs")
     if not on_slurm and importlib.util.find_spec("ray") is None:
-        raise UsageError("--cluster ray needs ray: pip install mmldlm[ray]")
+        raise UsageError(f"--cluster ray needs ray: {install_command('ray')}")
     executor = SlurmPipelineExecutor if on_slurm else RayPipelineExecutor
     allowed = [name for name in inspect.signature(executor.__init__).parameters if name not in _SET_HERE]
     values: dict[str, Any] = {}

@@ -36,6 +36,7 @@ from mmldlm.errors import MmldlmError, PeerLostError, StoppedBySignal, StorageEr
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.process import CONTINUE, stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, print_status
+from mmldlm.utils.versions import install_command
 
 COUNT = Stage("count", "counting documents", count_chunk)
 STAGES = (
@@ -90,7 +91,7 @@ def prepare_on_cluster(config: PrepareConfig) -> None:
     try:
         from mmldlm.data.prepare.cluster import executor_options, run_on_cluster
     except ImportError as error:
-        raise UsageError(f"--cluster {config.cluster} needs {error.name}: pip install mmldlm[cluster]") from None
+        raise UsageError(f"--cluster {config.cluster} needs {error.name}: {install_command('cluster')}") from None
     options = executor_options(config)
     job = Job(config, make_plan(config))
     if not job.existing_store():

@@ -27,6 +27,7 @@ from mmldlm.utils.intervals import CONFIDENCE
 from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
+from mmldlm.utils.versions import install_command
 
 PAGE, METRICS = "report.html", "final_metrics.json"
 _PRINTED_METRICS = ("loss/total", "validation/total", "speed/tokens_per_s")  # of comparisons, in the terminal
@@ -138,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             importlib.import_module(name)
         except ImportError:
-            raise UsageError(f"the report needs {name}: pip install mmldlm[report]") from None
+            raise UsageError(f"the report needs {name}: {install_command('report')}") from None
     out = options.out or options.runs[0] / "report"
     with Progress() as progress:
         progress.phase("reading the runs and drawing figures", announce=False)

@@ -244,7 +244,7 @@ def test_killed_behind_the_rename(tmp_path: Path, overwrite: list[str], capsys: 
 def test_sentence_transformers_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     config = small_config(tmp_path / "store", write_corpus(tmp_path / "a.txt"), encoder="sentence-transformers:some")
-    with pytest.raises(UsageError, match=r"pip install mmldlm\[encoders\]"):
+    with pytest.raises(UsageError, match="pip install 'sentence-transformers>="):
         prepare(config, progress=False)
 
 

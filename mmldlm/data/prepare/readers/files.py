@@ -22,6 +22,7 @@ from mmldlm.errors import DataError, MmldlmError, UsageError
 from mmldlm.utils.files import FileInfo
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import print_status
+from mmldlm.utils.versions import install_command
 
 _BUFFER_BYTES = 1 << 20
 _MAX_NAMED = 3  # files of a folder that are left out
@@ -52,7 +53,7 @@ def pyarrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ImportError:
-        raise UsageError("Parquet, Arrow and .zst files need pyarrow: pip install mmldlm[tables]") from None
+        raise UsageError(f"Parquet, Arrow and .zst files need pyarrow: {install_command('tables')}") from None
     return pyarrow
 
 
@@ -167,6 +168,8 @@ def _reading(url: str) -> Iterator[None]:
     except MmldlmError:
         raise  # an error of the caller's block, which names its cause already
     except ImportError as error:
-        raise UsageError(f"{url}: {error}; expected what pip install mmldlm[cluster] and this message name") from None
+        raise UsageError(
+            f"{url}: {error}; expected what this message names, and {install_command('cluster')}"
+        ) from None
     except Exception as error:
         raise DataError(f"{url}: cannot read: {' '.join(str(error).split()) or type(error).__name__}") from None
