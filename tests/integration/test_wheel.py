@@ -9,19 +9,21 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from importlib.metadata import PathDistribution
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from mmldlm import __version__
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.two_nodes import environment
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
 FOLDERS = ("accelerate_configs", "configs", "deploy", "ds_configs")
-SOURCES = (*FOLDERS, "mmldlm", "scripts", "pyproject.toml", "README.md", "constraints.txt")
+SOURCES = (*FOLDERS, "mmldlm", "scripts", "pyproject.toml", "README.md", "LICENSE", "constraints.txt")
 SMALL = "model.depth=2 model.width=32 model.num_heads=2 model.conditioning_width=32 model.modulation_rank=8"
 MANIFEST_RUN = "configs/small.yaml data.path=/shared/data run.dir=/shared/runs/own"
 
@@ -82,6 +84,16 @@ def test_new_writes_the_files_of_the_repository_once(installed: Path, project: P
     again = run(installed, project.parent, "mmldlm", "new", "own")
     assert again.returncode == 2 and "own/accelerate_configs: exists already" in again.stderr
     assert {name: (project / name).stat().st_mtime_ns for name in written} == before
+
+
+def test_metadata_name_licence_python_and_extras(installed: Path) -> None:
+    (info,) = installed.parent.glob("lib/python*/site-packages/mmldlm-*.dist-info")
+    metadata = PathDistribution(info).metadata
+    assert metadata["License-Expression"] == "Apache-2.0" and metadata["Author"] == "the mmldlm authors"
+    assert (info / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    assert metadata["Requires-Python"] == ">=3.10" and not metadata.get_all("Project-URL")
+    assert {"encoders", "report", "demo", "mirror", "cluster"} <= set(metadata.get_all("Provides-Extra"))
+    assert metadata["Version"] == __version__ in (ROOT / "CITATION.cff").read_text()
 
 
 def test_a_run_from_the_folder_uses_the_installed_package(installed: Path, project: Path, tiny_store: Path) -> None:
