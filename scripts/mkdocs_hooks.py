@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parent.parent
 PAGES = {  # by path in the repository
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
+    "AGENTS.md": "agents.md",
+    "CHANGELOG.md": "changelog.md",
+    "LICENSE": "license.md",
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/LOG.md": "log.md",
 }

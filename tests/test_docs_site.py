@@ -1,4 +1,4 @@
-"""The documentation builds as a site, with every module in the API reference, and loads nothing from elsewhere."""
+"""The documentation builds as a site, with the stable API, and loads nothing from elsewhere; links lead to files."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import mmldlm
 from tests.helpers.paths import ROOT
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: bash scripts/setup.sh --dev")
@@ -26,17 +27,27 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_api_reference_is_complete(site: Path) -> None:
-    anchors = {
-        name for page in (site / "api").glob("*.html") for name in re.findall(r'id="([\w.]+)"', page.read_text())
-    }
-    names = (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "mmldlm").rglob("*.py"))
-    modules = {name.removesuffix(".__init__") for name in names if "._" not in name.removesuffix(".__init__")}
-    assert len(modules) > 50 and modules - anchors == set()
-    assert "mmldlm.diffusion.objective.Objective.corrupt" in anchors
+def test_the_stable_api_is_described_and_nothing_else(site: Path) -> None:
+    described = set(re.findall(r'id="mmldlm\.inference\.model\.([\w.]+)"', (site / "api.html").read_text()))
+    methods = {f"Model.{name}" for name in vars(mmldlm.Model) if not name.startswith("_")}
+    assert len(methods) > 6 and {"load", "Model"} | methods <= described
+    assert {name.partition(".")[0] for name in described} == {"load", "Model", "Samples", "Score"}
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     files = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
     assert len(files) > 20
     assert {str(path): urls for path in files if (urls := LOADED.findall(path.read_text(encoding="utf-8")))} == {}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "name", ["AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "README.md", "SECURITY.md", "llms.txt"]
+)
+def test_links_and_named_files_exist(name: str) -> None:
+    """Of pages outside docs/, whose links `mkdocs build --strict` sees in part, and where the site has them."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    targets = set(re.findall(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)", text))
+    if name != "CHANGELOG.md":  # which names files that are gone
+        targets |= set(re.findall(r"`((?:mmldlm|tests|scripts|docs|benchmarks|configs)/[\w./-]+)`", text))
+    assert targets and {target for target in targets if not (ROOT / target).exists()} == set()
