@@ -31,7 +31,7 @@ step "2/4 Training" "mmldlm train configs/quickstart.yaml${*:+ $*}"
 "$mmldlm" train configs/quickstart.yaml "$@"
 
 step "3/4 Evaluating on held-out documents" "mmldlm evaluate runs/quickstart --texts 1000"
-"$mmldlm" evaluate runs/quickstart --texts 1000 # all of them, as in README.md's table
+"$mmldlm" evaluate runs/quickstart --texts 1000 # all of them, as in the table of README.md and docs/results.md
 
 text="Return a list of the names of all files in the given directory."
 step "4/4 Sampling: a latent from a sentence, texts from the latent" \

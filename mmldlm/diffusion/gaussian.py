@@ -24,7 +24,7 @@ LatentSampler = Literal["ddim", "euler"]
 # Divisors are at least these: where alpha = 0, epsilon does not determine x0, and its estimate is damped.
 ALPHA_MIN = 1e-3
 SIGMA_MIN = 1e-3
-SHIFT_CHANNELS = 64  # of a latent vector, up to which noise times are not shifted
+SHIFT_NUMBERS = 64  # of a text's latents, up to which noise times are not shifted
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class LatentConfig:
     )
     time_shift: float | None = setting(
         None,
-        "s in t_latent -> s t_latent / (1 + (s - 1) t_latent), which moves the drawn times toward noise: many channels "
-        "show through noise that hides few; null: the root of a latent vector's channels / 64, at least 1",
+        "s in t_latent -> s t_latent / (1 + (s - 1) t_latent), which moves the drawn times toward noise: many numbers "
+        "show through noise that hides few; null: the root of latent tokens x channels / 64, at least 1",
         above=0,
     )
     stratified: bool = setting(
@@ -77,9 +77,9 @@ class LatentConfig:
             shift=self.time_shift or 1.0,
         )
 
-    def resolve(self, channels: int) -> LatentConfig:
-        """Return the config with the default shift for latent vectors of so many channels."""
-        shift = max(1.0, math.sqrt(channels / SHIFT_CHANNELS)) if self.time_shift is None else self.time_shift
+    def resolve(self, numbers: int) -> LatentConfig:
+        """Return the config with the default shift for latents of so many numbers, tokens x channels, a text."""
+        shift = max(1.0, math.sqrt(numbers / SHIFT_NUMBERS)) if self.time_shift is None else self.time_shift
         return replace(self, time_shift=shift)
 
 

@@ -71,7 +71,7 @@ def build_fake_model(config: RunConfig, manifest: Manifest) -> MMDiT:
 
 def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
     """Return the training objective of a run."""
-    latent = config.latent.resolve(manifest.latent.channels)
+    latent = config.latent.resolve(manifest.latent.tokens * manifest.latent.channels)
     return Objective(
         config.loss,
         MaskedDiffusion(manifest.mask_id, config.loss.text, config.text.masks),

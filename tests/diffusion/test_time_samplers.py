@@ -51,11 +51,11 @@ def test_location_and_scale_are_those_of_the_logit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "channels", "shift"), [(None, 32, 1.0), (None, 64, 1.0), (None, 1024, 4.0), (0.5, 1024, 0.5)]
+    ("given", "numbers", "shift"), [(None, 32, 1.0), (None, 64, 1.0), (None, 1024, 4.0), (0.5, 1024, 0.5)]
 )
-def test_times_of_many_channels_are_moved_toward_noise(given: float | None, channels: int, shift: float) -> None:
+def test_times_of_many_numbers_are_moved_toward_noise(given: float | None, numbers: int, shift: float) -> None:
     """By eq. 23 of SD3: the logit of a time moves by log s, and 0 and 1 stay."""
-    sampler = LatentConfig(time_shift=given).resolve(channels).sampler
+    sampler = LatentConfig(time_shift=given).resolve(numbers).sampler
     t, before = sampler.times(U), TimeSampler().times(U)
     torch.testing.assert_close(t.logit() - before.logit(), torch.full_like(t, math.log(shift)), rtol=0, atol=1e-6)
     assert sampler.times(torch.tensor([0.0, 1.0])).tolist() == [0.0, 1.0]
