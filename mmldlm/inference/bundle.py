@@ -21,7 +21,6 @@ from typing import Any
 
 from torch import nn
 
-from mmldlm import __version__
 from mmldlm.checkpoint.manifest import MANIFEST, write_checkpoint_manifest
 from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
 from mmldlm.checkpoint.state import model_state
@@ -60,7 +59,7 @@ Trained modes: {modes}.
 
 ## Use
 
-With mmldlm {version} installed from its wheel:
+With mmldlm installed from its wheel:
 
     import mmldlm
 
@@ -134,7 +133,6 @@ def _card(run: LoadedRun, parameters: int, evaluation: dict[str, Any] | None, de
     origin = run.info.get("init") or {}
     started = f", started from {origin['from']}, step {origin.get('step')}" if "from" in origin else ""
     return CARD.format(
-        version=__version__,
         modes=", ".join(run.config.trained_modes),
         description=f"{description.strip()}\n\n" if description else "",
         weights=f"{run}{started}",

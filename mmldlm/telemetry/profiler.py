@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gzip
+import shutil
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,7 +80,11 @@ class StepProfiler(Callback):
         table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=_MAX_ROWS)
         try:
             self.folder.mkdir(exist_ok=True)
-            profiler.export_chrome_trace(str(self.folder / f"trace.rank{self.rank}.json.gz"))
+            trace = self.folder / f"trace.rank{self.rank}.json"
+            profiler.export_chrome_trace(str(trace))  # under the name of a .gz it would compress line by line
+            with trace.open("rb") as plain, gzip.open(f"{trace}.gz", "wb", compresslevel=6) as compressed:
+                shutil.copyfileobj(plain, compressed)
+            trace.unlink()
             (self.folder / f"operations.rank{self.rank}.txt").write_text(table, encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write {self.folder}: {error.strerror or error}") from error

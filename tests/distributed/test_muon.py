@@ -35,6 +35,7 @@ def assert_same_run(folder: Path, reference: Path) -> None:
     assert difference(folder, reference, ("validation/total",), "validation") < MUON_LOSS
 
 
+@pytest.mark.slow  # a run under FSDP2 follows one process, below
 def test_sharded_muon_equals_whole_muon_bitwise() -> None:
     command = [str(BIN / "torchrun"), "--nproc_per_node", "3", "--master_port", str(free_port())]
     done = run([*command, str(SCRIPTS / "sharded_muon.py")], env=environment(PYTHONPATH=str(ROOT)))

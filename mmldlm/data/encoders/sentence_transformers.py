@@ -63,7 +63,7 @@ class SentenceTransformerEncoder:
             from sentence_transformers import SentenceTransformer
         except ImportError:
             raise UsageError(
-                f"--encoder {self.kind}:{name_or_folder} needs sentence-transformers: {install_command('encoders')}"
+                f"--encoder {self.kind} needs sentence-transformers: {install_command('encoders')}"
             ) from None
         is_folder = Path(name_or_folder).is_dir()
         if revision and is_folder:
