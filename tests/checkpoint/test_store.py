@@ -171,7 +171,8 @@ def test_retention_rules(tmp_path):
     assert names(tmp_path) == [f"step-{step:08}" for step in (3, 6, 10, 12, 14, 15)]
 
 
-def test_parts_of_several_processes_become_one_checkpoint(tmp_path):
+def test_parts_of_several_processes_become_one_checkpoint(tmp_path, monkeypatch):
+    monkeypatch.setattr("mmldlm.checkpoint.store._VISIBLE_TIMEOUT_S", 0.5)  # of the lost part
     store = CheckpointStore(tmp_path, Retention(last=1))
     temporary = store.begin(1, 100)
     assert temporary.stat().st_mode & 0o077 == 0

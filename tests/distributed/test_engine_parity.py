@@ -64,7 +64,7 @@ CASES = [
     Case("fsdp2_hsdp", ("train.steps=10", "ema.decay=0.9"), 4, MICRO_1),
     Case("zero3_hpz", ("train.steps=10", "ema.decay=0.9"), 4, MICRO_1, variables={"LOCAL_WORLD_SIZE": "2"}, slow=True),
     *(Case(engine, processes=4, own=MICRO_1, slow=True) for engine in ("fsdp2", "zero2")),
-    Case("ddp", ("train.micro_batch_size=8",), 4, ("train.micro_batch_size=2",)),
+    Case("ddp", ("train.micro_batch_size=8",), 4, ("train.micro_batch_size=2",), slow=True),
     Case("ddp", ("train.micro_batch_size=8",), 2, ("train.micro_batch_size=4",), slow=True),
     *some("fsdp2", "zero2", settings=FROZEN),
     *some("fsdp2", "zero2", settings=("precision=bf16",), tolerance=BF16),

@@ -72,7 +72,7 @@ def test_bad_training_sample_of_the_controls_ends_all_ranks(
 
 QUALITY = (
     "validation={every: 0, quality_every: 1, quality_samples: 20}",
-    "train={steps: 2, global_batch_size: 6, micro_batch_size: 2}",
+    "train={steps: 1, global_batch_size: 6, micro_batch_size: 2}",
     "optim.lr=1e-9",  # so that engines part by nothing
     "sampling.steps=40",  # more than tokens: short texts are complete before the last step
 )
@@ -88,7 +88,7 @@ def test_quality_does_not_depend_on_the_engine(
     size = "train.micro_batch_size=1" if processes == 2 else "train.micro_batch_size=2"
     forked.succeed(engine, tmp_path / "run", processes, parity_config, *QUALITY, size)
     ours, theirs = records(tmp_path / "run", "quality"), records(single(*QUALITY), "quality")
-    assert list(ours) == list(theirs) == [1, 2]
+    assert list(ours) == list(theirs) == [1]
     for step, expected in theirs.items():
         keys = [key for key in expected if key.startswith("quality/")]
         assert len(keys) > 20
