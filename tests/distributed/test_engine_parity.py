@@ -164,7 +164,7 @@ def test_run_resumes_under_other_engines(
 
 RESUMED = [(engine, name) for engine in ("single", "ddp", "fsdp2") for name in ("adamw", "muon")]
 RESUMED += [(engine, "adamw") for engine in ("zero2", "zero3", "fsdp2_hsdp")]
-DEFAULT_RESUMED = [("single", "adamw"), ("zero2", "adamw")]  # FSDP2: test_engine_scenarios.py
+DEFAULT_RESUMED = [("single", "adamw")]  # FSDP2 and ZeRO-2: test_engine_scenarios.py
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_check_sees_both_nodes_and_leaves_nothing(nodes: TwoNodes, tiny_config
 def test_a_check_finds_a_lost_connection(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
     nodes.cut()
     run = tmp_path / "run"
-    started = nodes.launch("ddp", tiny_config, f"run.dir={run}", "--check", DOCTOR="skip", CHECK_TIMEOUT=5)
+    started = nodes.launch("ddp", tiny_config, f"run.dir={run}", "--check", DOCTOR="skip", CHECK_TIMEOUT=2)
     assert [process.wait(TEST_TIMEOUT_S) for process in started] == [1, 1], nodes.log()
     last = [(tmp_path / "logs" / f"node{node}.log").read_text().rstrip().rpartition("\n")[2] for node in range(2)]
     assert "waiting for clients. 1/2 clients joined." in last[0]

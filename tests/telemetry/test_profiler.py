@@ -29,15 +29,11 @@ def phases(folder: Path, rank: int) -> Counter[str]:
 
 def test_configured_steps_are_profiled(parity_config: Path, tmp_path: Path) -> None:
     """The first step may be among them, and the run may end before the last of them."""
-    for first, last, traced in ((1, 1, 1), (5, 9, 2)):
-        folder = tmp_path / f"{first}-{last}"
-        command = [str(parity_config), *SETTINGS, f"run.dir={folder}", f"profile.steps=[{first}, {last}]"]
-        assert train.main(command) == 0
-        result = phases(folder, 0)  # of 8 samples in micro-batches of 2
-        expected = {"corrupt": traced, "sync": traced, "forward": 4 * traced, "backward": 4 * traced}
-        expected |= {"update": traced}
-        assert result == expected
-        assert "aten::" in (folder / "profile" / "operations.rank0.txt").read_text()
+    command = [str(parity_config), *SETTINGS, "train.steps=2", f"run.dir={tmp_path}", "profile.steps=[1, 9]"]
+    assert train.main(command) == 0
+    expected = {"corrupt": 2, "sync": 2, "forward": 8, "backward": 8, "update": 2}
+    assert phases(tmp_path, 0) == expected, "of 8 samples in micro-batches of 2"
+    assert "aten::" in (tmp_path / "profile" / "operations.rank0.txt").read_text()
 
 
 def test_configured_ranks_are_profiled(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """`mmldlm.train` whose checkpoint files are slow to write or cannot be written on one rank.
 
-WRITER=slow: each save takes two seconds longer. WRITER=fail: the second save fails on rank 1, as a full disk does.
+WRITER=slow: each save takes a second longer. WRITER=fail: the second save fails on rank 1, as a full disk does.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def write_files(folder: Path, files: Mapping[str, Any]) -> dict[str, FileInfo]:
     global calls
     calls += 1
     if FAULT == "slow":
-        time.sleep(2)
+        time.sleep(1)
     elif RANK == 1 and calls == 2:
         raise StorageError(f"cannot write {folder}: {os.strerror(errno.ENOSPC)}")
     return _write_files(folder, files)

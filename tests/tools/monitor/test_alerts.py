@@ -325,7 +325,7 @@ def test_a_run_that_waits_for_data_hangs_and_is_killed(forked: ForkedRuns, tiny_
     arguments = [tiny_config, *endless, f"run.dir={run}"]
     (pid,) = forked.start("single", arguments, 1, tmp_path / "log", "slow_data.py", SLOW_STEP="60")
     wait_until(lambda: (run / "metrics.jsonl").exists() and History(run).step > 1, "steps")
-    command = [sys.executable, "-m", "mmldlm.cli", "monitor", str(run), "--interval", "2", "--json"]
+    command = [sys.executable, "-m", "mmldlm.cli", "monitor", str(run), "--interval", "1", "--json"]
     monitor = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert "% of a step is waiting for data" in read_until(monitor, "running", "data-bound")["data-bound"]
