@@ -113,10 +113,11 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
             choose_threads()
         loaded = load_run_on_all_ranks(options, processes)
         modes = options.modes or loaded.config.trained_modes
-        for option, mode in (("search", "l2t"), ("sts", "t2l"), ("perplexity_model", "joint")):
-            if getattr(options, option) and mode not in modes:
-                name, found = option.replace("_", "-"), ",".join(modes)
-                raise UsageError(f"--{name}: is of mode {mode}, expected it among those to measure, found {found}")
+        given = ("--search", "l2t", options.search), ("--sts", "t2l", options.sts)
+        for option, mode, value in (*given, ("--perplexity-model", "joint", options.perplexity_model)):
+            if value and mode not in modes:
+                found = ",".join(modes)
+                raise UsageError(f"{option}: is of mode {mode}, expected it among those to measure, found {found}")
         measured = evaluate(loaded, config, modes, options.sts, options.perplexity_model, processes, progress)
         settings = given_settings(options)
         overrides = {"sampling": " ".join(settings)} if settings else {}

@@ -1,6 +1,8 @@
 """Write docs/images/streams.svg, the README's figure: the two streams of the network, and what it is asked.
 
-python scripts/streams.py
+    python scripts/streams.py
+
+Needs nothing but Python.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ def arrow(x: int, y: int, to_x: int, to_y: int) -> str:
     return f'<line x1="{x}" y1="{y}" x2="{to_x}" y2="{to_y}" stroke="{INK}" marker-end="url(#head)"/>'
 
 
-def label(x: int, y: int, line: str, anchor: str = "middle") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="#555555">{line}</text>'
+def label(x: int, y: int, line: str) -> str:
+    return f'<text x="{x}" y="{y}" text-anchor="start" fill="#555555">{line}</text>'
 
 
 def figure() -> str:
@@ -53,11 +55,11 @@ def figure() -> str:
         arrow(360, 185, 398, 185),
         arrow(600, 55, 638, 55),
         arrow(600, 185, 638, 185),
-        label(10, 265, "l2t: t_latent = 0, tokens from 1 to 0 — the text of a latent", "start"),
-        label(10, 289, "t2l: t_text = 0, latents from 1 to 0 — the latent of a text", "start"),
-        label(10, 313, "joint: both from 1 to 0 — a text and its latent", "start"),
-        label(430, 265, "a length head reads the latents: no padding is in data or loss", "start"),
-        label(430, 289, "tokens of a micro-batch are one row, attention stays within a sample", "start"),
+        label(10, 265, "l2t: t_latent = 0, tokens from 1 to 0 — the text of a latent"),
+        label(10, 289, "t2l: t_text = 0, latents from 1 to 0 — the latent of a text"),
+        label(10, 313, "joint: both from 1 to 0 — a text and its latent"),
+        label(430, 265, "a length head reads the latents: no padding is in data or loss"),
+        label(430, 289, "tokens of a micro-batch are one row, attention stays within a sample"),
     ]
     head = '<marker id="head" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto">'
     return "\n".join(

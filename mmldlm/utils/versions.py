@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, requires, version
+from typing import TYPE_CHECKING
 
 from mmldlm.errors import ConfigError
+
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
 
 
 def check_versions() -> None:
     """Raise `ConfigError` if a package is too old, which would otherwise end in a traceback, or in other numbers."""
-    try:
-        from packaging.requirements import Requirement
-
-        requirements = [Requirement(line) for line in requires("mmldlm") or ()]
-    except (ImportError, PackageNotFoundError):  # bundles need fewer packages; a checkout that is not installed
-        return
-    for requirement in requirements:
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
+    for requirement in _requirements(""):
         try:
             found = version(requirement.name)
         except PackageNotFoundError:  # bundles need fewer packages than training
@@ -30,16 +26,25 @@ def check_versions() -> None:
 
 
 def install_command(extra: str) -> str:
-    """Return a command that installs the packages of an extra of mmldlm, which itself may be a checkout or a wheel."""
-    from packaging.requirements import Requirement
+    """Return a command that installs the packages of an extra of mmldlm, which itself may be a checkout or a wheel.
 
-    needed: list[str] = []
-    for requirement in map(Requirement, requires("mmldlm") or ()):
-        marker = requirement.marker
-        if marker is None or marker.evaluate({"extra": ""}) or not marker.evaluate({"extra": extra}):
-            continue
+    Without mmldlm's metadata, which has their names, it is a phrase that names the extra.
+    """
+    always, packages = {*map(str, _requirements(""))}, list[str]()
+    for requirement in _requirements(extra):
         if requirement.name == "mmldlm":  # an extra that contains another
-            needed += [install_command(each).removeprefix("pip install ") for each in sorted(requirement.extras)]
-        else:
-            needed.append(f"'{requirement.name}{requirement.specifier}'")
-    return f"pip install {' '.join(needed)}"
+            packages += [install_command(each).removeprefix("pip install ") for each in sorted(requirement.extras)]
+        elif str(requirement) not in always:
+            packages.append(f"'{requirement.name}{requirement.specifier}'")
+    return f"pip install {' '.join(packages)}" if packages else f"install the extra {extra!r}"
+
+
+def _requirements(extra: str) -> list[Requirement]:
+    """Return what mmldlm requires with an extra; nothing is known of it where its metadata is missing."""
+    try:
+        from packaging.requirements import Requirement
+
+        requirements = [Requirement(line) for line in requires("mmldlm") or ()]
+    except (ImportError, PackageNotFoundError):  # bundles need fewer packages; a checkout that is not installed
+        return []
+    return [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": extra})]

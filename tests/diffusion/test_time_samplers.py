@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from mmldlm.config import load_config
+from mmldlm.data.store import Store
 from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.schedule import MAX_MODE_SCALE, TimeSampler
 from mmldlm.errors import ConfigError
+from mmldlm.run.factory import build_objective
 from tests.helpers.toy_pairs import MASK, objective, random_pairs
 
 pytestmark = pytest.mark.quick
@@ -21,6 +24,12 @@ pytestmark = pytest.mark.quick
 U = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
 PAIRS = random_pairs((4,) * 100 + (9,) * 100)
 SIZE = len(PAIRS.lengths)
+
+
+def test_the_objective_counts_all_numbers_of_a_texts_latents(tiny_store: Path) -> None:
+    manifest = Store.open(tiny_store).manifest
+    manifest = replace(manifest, latent=replace(manifest.latent, tokens=4, channels=64))
+    assert build_objective(load_config(None, []), manifest).latent.sampler.shift == 2
 
 
 @pytest.mark.parametrize("scale", [-0.9, 0.0, 0.81, 1.29, MAX_MODE_SCALE])

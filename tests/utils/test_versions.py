@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,17 @@ def test_the_packages_of_an_extra_are_those_of_the_metadata() -> None:
         "install",
         *(f"'{each}'" for each in (*extras["cluster"], extras["ray"][1])),
     ]
+
+
+@pytest.mark.quick
+def test_a_checkout_that_is_not_installed_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of an error of its own, which would hide what is missing."""
+
+    def missing(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("mmldlm.utils.versions.requires", missing)
+    assert install_command("figures") == "install the extra 'figures'"
 
 
 @pytest.mark.quick
