@@ -20,11 +20,12 @@ PAGES = {  # by path in the repository
     "benchmarks/README.md": "benchmarks.md",
     "benchmarks/LOG.md": "log.md",
 }
+NOTEBOOK = "examples/first_steps.ipynb"  # to download
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")  # the target in [text](target#anchor), unless it is a URL
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    for path, uri in PAGES.items():
+    for path, uri in {**PAGES, NOTEBOOK: NOTEBOOK}.items():
         files.append(File.generated(config, uri, content=(ROOT / path).read_text(encoding="utf-8")))
     return files
 
