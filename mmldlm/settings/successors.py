@@ -51,6 +51,8 @@ def current(tree: Any, source: str, is_record: bool = False) -> Any:
         group, name = _group(tree, old), old.rpartition(".")[2]
         if name in group:
             value = group.pop(name)
+            if not group and (parent := old.rpartition(".")[0]):  # which may be gone as well
+                _group(tree, parent).pop(parent.rpartition(".")[2])
             if new := _successor(old, source, is_record, value):
                 group, name = _group(tree, new, make=True), new.rpartition(".")[2]
                 _check_alone(old, new, name in group, source)
@@ -71,11 +73,12 @@ def current_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def refuse_removed(command: str, arguments: Sequence[str]) -> None:
-    """Raise `UsageError` if a command is gone, or the word or an option after it."""
-    options = (argument.partition("=")[0] for argument in arguments if argument.startswith("-"))
-    for name in (command, *(f"{command} {word}" for word in (*arguments[:1], *options))):
-        if name in REMOVED_WORDS:
-            raise UsageError(f"mmldlm {name} is gone, {REMOVED_WORDS[name]}")
+    """Raise `UsageError` if a command is gone, its first word, or an option of either."""
+    options = [f" {argument.partition('=')[0]}" for argument in arguments if argument.startswith("-")]
+    for words in (command, " ".join((command, *arguments[:1]))):
+        for name in (words, *(words + option for option in options)):
+            if name in REMOVED_WORDS:
+                raise UsageError(f"mmldlm {name} is gone, {REMOVED_WORDS[name]}")
 
 
 def _successor(key: str, source: str, is_record: bool = False, value: Any = None) -> str:

@@ -169,6 +169,18 @@ def test_a_removed_setting(call: Call, version: Callable[[str], None], short_run
         assert result == code and words in err and (".gone" in err) == bool(words), (group, value)
 
 
+def test_a_setting_moves_to_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when its own is gone, by several renames, and where the tree is no tree of settings."""
+    for old, new in (("old.evry", "logs.evry"), ("logs.evry", "log.every")):
+        monkeypatch.setitem(successors.RENAMED, old, (new, "0.2.0"))
+    assert successors.current({"old": {"evry": 3}, "log": {"figures_every": 2}}, "") == {
+        "log": {"figures_every": 2, "every": 3}
+    }
+    assert successors.current_overrides(["a", "old.evry=3", "log={every: 2}"]) == ["a", "log.every=3", "log={every: 2}"]
+    for tree in ({"old": 3}, {"old": None, 5: 6}, [1], None):
+        assert successors.current(tree, "") == tree
+
+
 def test_the_identity_of_a_checkpoint_is_read_by_present_names(
     call: Call, short_run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
