@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+import mmldlm
 from mmldlm import cli, train
 from mmldlm.run.load import run_config
 from mmldlm.settings import successors
 from mmldlm.settings.yaml import read_yaml
+from mmldlm.tools.runs import History
 from tests.helpers.changed_checkpoints import manifest_body, replace_file, seal
 from tests.helpers.user_errors import assert_user_error
 
@@ -116,7 +118,12 @@ def test_an_old_name_is_refused_after_two_versions(
 
 
 def test_records_are_read_for_good(
-    call: Call, version: Callable[[str], None], short_run_dir: Path, tiny_config: Path, tmp_path: Path
+    call: Call,
+    version: Callable[[str], None],
+    short_run_dir: Path,
+    tiny_config: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A run that an earlier version wrote, as it is shown, sampled from, verified, trained on and exported."""
     run, bundle = tmp_path / "run", tmp_path / "bundle"
@@ -144,6 +151,24 @@ def test_records_are_read_for_good(
     code, _, err = call("sample", bundle, "--mode", "joint", "sampling.steps=1")
     assert code == 0 and err.count("notice") == 2 and "log.evry in " in err
     assert run_config(bundle).log.every == 3
+    monkeypatch.setitem(successors.RENAMED, "sampling.stps", ("sampling.steps", "0.9.0"))
+    assert len(mmldlm.load(bundle).sample(count=2, stps=1).texts) == 2
+
+
+def test_records_of_a_run_are_compared_by_present_names(call: Call, short_run_dir: Path, tmp_path: Path) -> None:
+    """By `verify` and by what draws curves; `tf32` was added after the run."""
+    run = tmp_path / "run"
+    shutil.copytree(short_run_dir, run)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for settings in (read_yaml(run / "config.yaml"), lines[0]["config"]):
+        settings["log"]["evry"] = settings["log"].pop("every")
+        del settings["tf32"]
+        text = yaml.safe_dump(settings)
+    (run / "config.yaml").write_text(text.replace(str(short_run_dir), str(run)), encoding="utf-8")
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    code, out, err = call("verify", run)
+    assert code == 0 and err.count("notice") == 1, out + err
+    assert History(run).config["log"]["every"] == 1
 
 
 def test_a_removed_setting(call: Call, version: Callable[[str], None], short_run_dir: Path, tmp_path: Path) -> None:
