@@ -9,6 +9,7 @@ import sys
 
 from mmldlm import __version__
 from mmldlm.errors import ExitCode, exit_process, run_command
+from mmldlm.settings.successors import refuse_removed
 from mmldlm.utils.malloc import configure_cuda_allocator
 from mmldlm.utils.process import start_process
 from mmldlm.utils.versions import check_versions
@@ -33,11 +34,6 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
-}
-# Commands that are gone, and what to use in their place.
-REMOVED = {
-    "plan": "mmldlm train CONFIG --dry-run --gpus 8x80GB has the memory of each engine",
-    "track": "log.trackers=[NAME] sends the scalars while the run trains",
 }
 # Use torch's devices.
 COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain")
@@ -64,10 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     outlives_terminal = name in MAKERS or any(argument.startswith("--out") for argument in rest)
     if argv is None:
         start_process(outlives_terminal)
+    if status := run_command(lambda: refuse_removed(name, rest)):
+        return status
     if name not in COMMANDS:
-        unknown = f"unknown command {name!r}, expected one of {', '.join(COMMANDS)}"
-        problem = f"the command {name} is gone: {REMOVED[name]}" if name in REMOVED else unknown
-        print(f"mmldlm: error: {problem}", file=sys.stderr)
+        print(f"mmldlm: error: unknown command {name!r}, expected one of {', '.join(COMMANDS)}", file=sys.stderr)
         return ExitCode.USAGE
     if argv is None and name in COMPUTE_COMMANDS:
         configure_cuda_allocator(os.environ)  # before the module imports torch

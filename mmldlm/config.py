@@ -30,6 +30,7 @@ from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import ScheduleConfig
 from mmldlm.settings.declaration import flat_settings, setting
+from mmldlm.settings.successors import current, current_overrides
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.short_repr import display_name
@@ -319,6 +320,7 @@ def load_with_provenance(path: Path | str, overrides: Sequence[str] = ()) -> tup
     """Load the run config as `load_config` does, with the origin of each value by dotted key."""
     from mmldlm.settings.layers import origins
 
+    overrides = current_overrides(overrides)
     config, layers, tree = _load(path, overrides, may_extend=True)
     return config, origins(RunConfig, layers, overrides, tree)
 
@@ -336,6 +338,7 @@ def _load(
         layers = read_layers(Path(path)) if may_extend else [ConfigLayer.read(Path(path))]
         tree = merge_layers(RunConfig, layers, _DATA_KEYS)
     given: dict[str, Any] = {}
+    overrides = current_overrides(overrides)
     for assignment in overrides:
         if assignment.partition("=")[0].strip() == EXTENDS:
             raise ConfigError(f"{EXTENDS}: expected in a config file, found on the command line")
@@ -343,6 +346,7 @@ def _load(
     tree = drop_alternatives(tree, given, _DATA_KEYS)
     for assignment in overrides:
         set_dotted(tree, assignment)
+    tree = current(tree, "command line")  # keys within the value of an override
     try:
         return build(RunConfig, tree), layers, tree
     except ConfigError as error:

@@ -32,6 +32,7 @@ from mmldlm.run.load import (
     load_run_on_all_ranks,
     run_config,
 )
+from mmldlm.settings.successors import refuse_removed
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import make_folder, write_atomically
 from mmldlm.utils.nested import replace_nonfinite
@@ -95,6 +96,7 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
     `interval` is in seconds between progress lines if stderr is not a terminal.
     """
     parser = _parser()
+    refuse_removed("evaluate", sys.argv[1:] if argv is None else argv)
     options = parser.parse_intermixed_args(argv)
     for name, minimum in (("samples", 2), ("texts", 1), ("times", 1), ("batch", 1), ("seed", 0)):
         if getattr(options, name) < minimum:

@@ -20,6 +20,7 @@ from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require_paths, split_arguments
 from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import ExitCode, UsageError, exit_process, run_command
+from mmldlm.settings.successors import refuse_removed
 from mmldlm.trainer.trainer import Trainer
 
 
@@ -71,6 +72,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # injected by the deepspeed launcher
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # usual in its examples
+    refuse_removed("train", sys.argv[1:] if argv is None else argv)
     options = parser.parse_intermixed_args(argv)
     files, options.overrides = split_arguments(options.arguments)
     files += [options.config] if options.config else []

@@ -24,6 +24,7 @@ from mmldlm.inference.conditions import check_latents, encode_or_raise
 from mmldlm.inference.generate import sample, tokenize_texts
 from mmldlm.run.load import LoadedRun, load_run
 from mmldlm.settings.declaration import dump, restore
+from mmldlm.settings.successors import current
 from mmldlm.utils.intervals import Ratio, ratio_of_sums
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ class Model(_HubMixin):
         for length in [lengths] if isinstance(lengths, int) else lengths or ():
             if mode == "t2l" or not 1 <= length <= self.max_length:
                 raise UsageError(f"lengths: expected 1 to {self.max_length}, and none in t2l, found {length} in {mode}")
+        sampling = current({"sampling": sampling}, "sample")["sampling"]
         if "steps" in sampling:
             sampling.setdefault("t2l_steps", sampling["steps"])
         config = restore(SamplingConfig, {**dump(self.run.config.sampling), **sampling}, "sampling.")

@@ -14,8 +14,10 @@ from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import RunConfig
 from mmldlm.data.manifest import LatentInfo, Manifest
 from mmldlm.data.store import Store
+from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.errors import DataError
-from mmldlm.model.mmdit import DataShape
+from mmldlm.model.mmdit import DataShape, ModelConfig
+from mmldlm.settings.successors import current
 from mmldlm.utils.short_repr import short_repr
 
 LATENTS_NAME = "latents.json"
@@ -45,16 +47,25 @@ def identity(config: RunConfig, store: Store) -> dict[str, Any]:
     }
 
 
+def saved_identity(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the `identity` of a checkpoint by the settings of this version; added ones have their defaults."""
+    saved = current(checkpoint.info["identity"], str(checkpoint.path), is_record=True)
+    defaults = {"model": asdict(ModelConfig()), "latent": asdict(LatentConfig())}
+    return saved | {group: json.loads(json.dumps(values)) | saved[group] for group, values in defaults.items()}
+
+
 def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) -> None:
     """Raise `DataError` with the first difference in `identity` between a checkpoint and a run."""
+    if "time_shift" not in checkpoint.info["identity"]["latent"]:
+        raise DataError(f"{checkpoint.path}: lacks latent.time_shift, is from before 0.1.0: train the run again")
     # The checkpoint's side went through JSON, which turns tuples into lists.
-    saved, current = checkpoint.info["identity"], json.loads(json.dumps(identity(config, store)))
-    for group, values in current.items():
+    saved, present = saved_identity(checkpoint), json.loads(json.dumps(identity(config, store)))
+    for group, values in present.items():
         before = saved.get(group)
         if before == values:
             continue
         if isinstance(before, dict) and isinstance(values, dict):
-            # A checkpoint of another version may lack a setting, or have one that is gone.
+            # A checkpoint of a newer version may have a setting that is unknown here.
             unset = object()
             key = next(name for name in {**before, **values} if before.get(name, unset) != values.get(name, unset))
             before, values, group = before.get(key, "unset"), values.get(key, "unset"), f"{group}.{key}"

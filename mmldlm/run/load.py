@@ -10,7 +10,7 @@ import functools
 import json
 import re
 import sys
-from argparse import SUPPRESS, Action, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -30,12 +30,12 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
-from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import ConfigError, DataError, MmldlmError, UsageError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
-from mmldlm.settings.declaration import dump, restore
+from mmldlm.settings.declaration import restore
+from mmldlm.settings.successors import current, current_overrides
 from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import short_repr, truncate
@@ -101,18 +101,8 @@ def add_run_options(parser: ArgumentParser) -> None:
     )
 
 
-class _Gone(Action):
-    """An option of before that is a setting of `sampling` now."""
-
-    def __call__(self, parser: ArgumentParser, options: Namespace, value: Any, option: str | None = None) -> None:
-        in_t2l = f", in t2l sampling.t2l_steps={value}" if self.dest == "steps" else ""
-        raise UsageError(f"{option}: gone, use sampling.{self.dest}={value}{in_t2l}")
-
-
 def add_settings(parser: ArgumentParser) -> None:
     """Add the settings that replace the run's own; `parse_intermixed_args` takes them at any place."""
-    for name in dump(SamplingConfig()).keys() - {"search"}:
-        parser.add_argument(f"--{name.replace('_', '-')}", action=_Gone, default=SUPPRESS, help=SUPPRESS)
     parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings that replace the run's own, such as sampling.steps=8"
     )
@@ -149,12 +139,13 @@ def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree = current(json.loads(path.read_text(encoding="utf-8")), str(path), is_record=True)
         config = restore(RunConfig, tree)
     except (ConfigError, ValueError) as error:  # of another version
         raise DataError(f"{path}: {truncate(str(error), 400)}; expected the config of `mmldlm export`") from None
     if not overrides:
         return config
+    overrides = current_overrides(overrides)
     try:
         from mmldlm.settings.fields import build, set_dotted
     except ImportError:  # without YAML and pydantic, which a bundle does not need

@@ -22,7 +22,7 @@ from mmldlm.errors import ConfigError, DataError
 from mmldlm.model.initial_weights import InitConfig, InitialWeights, Taken
 from mmldlm.model.parts import frozen_parts, part_of
 from mmldlm.optim.ema import WEIGHTS_LABELS
-from mmldlm.run.compatibility import identity, saved_latent_stats
+from mmldlm.run.compatibility import identity, saved_identity, saved_latent_stats
 from mmldlm.run.load import BUNDLE_CONFIG, choose_weights, newest_checkpoint, run_config
 from mmldlm.utils.files import sha256
 from mmldlm.utils.short_repr import display_name, truncate
@@ -83,7 +83,7 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
         taken, new = _match(checkpoint, files, config, store, shapes)
         notes.append(f"weights from {path}: {WEIGHTS_LABELS[weights]} of step {checkpoint.step}")
         for group in ("model", "latent"):
-            differing = diff_configs(checkpoint.info["identity"][group], identity(config, store)[group], f"{group}.")
+            differing = diff_configs(saved_identity(checkpoint)[group], identity(config, store)[group], f"{group}.")
             notes += [f"  other settings there: {display_name(line)}" for line in differing]
         if "latent_in.weight" in taken:
             # The bound on norms holds for both, on the scale of these weights.
@@ -145,7 +145,7 @@ def _match(
 
 def _changed_modules(checkpoint: Checkpoint, config: RunConfig, store: Store) -> dict[str, str]:
     """Return the modules whose weights mean nothing here, as the data or the objective are others, and why."""
-    saved, current = checkpoint.info["identity"], identity(config, store)
+    saved, current = saved_identity(checkpoint), identity(config, store)
     changed = {"loss_weights": "the objective"}
     if saved["tokenizer"] != current["tokenizer"]:
         changed |= dict.fromkeys(("token_embedding", "text_head"), "another tokenizer")

@@ -27,17 +27,6 @@ T = TypeVar("T")
 MAX_PROBLEMS = 8  # reported for one config
 MAX_MESSAGE_CHARS = 1600
 MAX_SUGGESTIONS = 3  # for one key
-
-# Settings that are gone, and what to use in their place.
-_BY_HAND = "gone; use `mmldlm explain` and `mmldlm rewind`, and delete the line"
-_NO_POWERSGD = "gone with comm_hook: powersgd; use comm_hook: fp16 or bf16, and delete the line"
-REMOVED = {
-    "guard.on_spike": _BY_HAND,
-    "guard.max_rewinds": _BY_HAND,
-    "log.projector": "gone; the figures of `log.figures_every` show the latents, delete the line",
-    "distributed.ddp.powersgd_rank": _NO_POWERSGD,
-    "distributed.ddp.powersgd_start_step": _NO_POWERSGD,
-}
 _MIN_LIKENESS = 0.75  # of a key that a message suggests
 
 
@@ -167,9 +156,7 @@ def _expected(error: ErrorDetails) -> str:
 
 
 def nearest_key(key: str, known: set[str]) -> str:
-    """Return advice for an unknown key: what replaces it, or known keys that end alike or are spelled alike."""
-    if key in REMOVED:
-        return REMOVED[key]
+    """Return advice for an unknown key: known keys that end alike or are spelled alike."""
     key = truncate(key)  # a long key resembles none, and is slow to compare
     alike = [other for other in sorted(known) if other.rpartition(".")[2] == key.rpartition(".")[2]]
     if len(alike) != 1:

@@ -10,6 +10,7 @@ from typing import Any
 from mmldlm.errors import ConfigError
 from mmldlm.settings.declaration import leaves, setting
 from mmldlm.settings.fields import build, check_partial
+from mmldlm.settings.successors import RENAMED, current
 from mmldlm.settings.yaml import find_key_lines, parse_mapping, read_yaml_text
 from mmldlm.utils.nested import flatten
 from mmldlm.utils.short_repr import display_name, truncate
@@ -37,9 +38,13 @@ class ConfigLayer:
 
     @classmethod
     def read(cls, path: Path) -> ConfigLayer:
-        """Read and parse the file; ConfigError if that is impossible."""
+        """Read and parse the file, with the keys of this version; ConfigError if that is impossible."""
         text = read_yaml_text(path)
-        return cls(path, text, parse_mapping(text, str(path)))
+        # Of a run folder or a checkpoint.
+        is_record = path.name == "config.yaml" and any(
+            (path.parent / name).is_file() for name in ("startup.json", "manifest.json")
+        )
+        return cls(path, text, current(parse_mapping(text, str(path)), str(path), is_record))
 
 
 def read_layers(path: Path) -> list[ConfigLayer]:
@@ -139,8 +144,9 @@ def origins(
     """Return the origin of each setting in the merged `tree`: `FILE:LINE`, `command line` or `default`."""
     keys = [key for key, _ in leaves(cls)]
     by_key: dict[str, str] = {}
+    names = {key: key for key in keys} | {old: new for old, (new, _) in RENAMED.items()}
     for layer in layers:
-        by_key |= {key: f"{layer.path}:{line}" for key, line in find_key_lines(layer.text, keys).items()}
+        by_key |= {names[key]: f"{layer.path}:{line}" for key, line in find_key_lines(layer.text, names).items()}
     for assignment in overrides:
         assigned = assignment.partition("=")[0].strip()
         # An override may set a whole group (model={...}) or one entry of a map (mode.l2t=1).

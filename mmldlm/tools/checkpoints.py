@@ -17,7 +17,7 @@ from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import load_config
-from mmldlm.errors import DataError, ExitCode, UsageError
+from mmldlm.errors import DataError, ExitCode
 from mmldlm.run.load import run_config
 from mmldlm.tools.config import config_diff
 from mmldlm.tools.runs import MetricsReader
@@ -177,8 +177,6 @@ def main(argv: list[str] | None = None) -> int:
         diff.add_argument(name, type=Path, help="a checkpoint's folder, or a run folder for its newest")
     for command in (listing, diff):
         command.add_argument("--json", action="store_true", help="print JSON")
-    if argv and argv[0] == "verify":
-        raise UsageError("checkpoints verify: gone, use `mmldlm verify FOLDER` with the folder of a run or checkpoint")
     options = parser.parse_args(argv)
     if options.command == "list":
         result: Any = list_checkpoints(options.run)

@@ -8,7 +8,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
@@ -21,6 +20,7 @@ from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.distributed.process_group import process_group
 from mmldlm.errors import DataError, StorageError
 from mmldlm.settings.fields import build, set_dotted
+from mmldlm.settings.successors import current, current_overrides
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.tools.records import Record, check_record
 from mmldlm.train import train_step
@@ -94,8 +94,8 @@ class RecordedRun:
 
     def config_after(self, step: int) -> RunConfig:
         """Return the config with which the steps after `step` were computed, with the overrides."""
-        tree = deepcopy(self.start_before(step)["config"])
-        for assignment in self.overrides:
+        tree = current(self.start_before(step)["config"], str(self.folder), is_record=True)
+        for assignment in current_overrides(self.overrides):
             set_dotted(tree, assignment)
         return build(RunConfig, tree)
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import psutil
 
 from mmldlm.errors import ConfigError, DataError, ExitCode, StorageError
+from mmldlm.settings.successors import current
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.tools.records import ExitReport, Lock, Record, StartupReport, check_record, read_model
 from mmldlm.utils.format import human_duration
@@ -272,8 +273,9 @@ class History(MetricsReader):
     @cached_property
     def config(self) -> Mapping[str, Any]:
         """The resolved config of the latest start, nested as in its file; empty if the file cannot be read."""
+        path = self.run_dir / "config.yaml"
         try:
-            return read_yaml(self.run_dir / "config.yaml")
+            return current(read_yaml(path), str(path), is_record=True)
         except ConfigError:
             return {}
 

@@ -9,11 +9,11 @@ checkpoints is trained again from the first of them in a scratch folder.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,11 +69,12 @@ def check(run: RecordedRun, progress: Progress) -> Iterator[str]:
 
 def _check_config(run: RecordedRun) -> Iterator[str]:
     try:
-        found = dump(with_absolute_paths(load_config(run.folder / CONFIG_NAME, may_extend=False)))
+        recorded = replace(run, overrides=()).config_after(run.last_step)
+        configs = recorded, load_config(run.folder / CONFIG_NAME, may_extend=False)
     except ConfigError as error:
         yield str(error)
         return
-    lines = diff_configs(run.starts[-1]["config"], json.loads(json.dumps(found)))
+    lines = diff_configs(*(dump(with_absolute_paths(config)) for config in configs))
     yield from (f"{CONFIG_NAME}: changed since the start: {line}" for line in lines if not line.startswith("run.dir:"))
 
 

@@ -50,7 +50,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
             "expected sampling.KEY=VALUE, attention.backend=VALUE or precision=VALUE, found 'train.steps=9'",
         ),
         (["sampling.steps=0"], 64, "sampling.steps: "),
-        (["--steps", "4"], 2, "--steps: gone, use sampling.steps=4, in t2l sampling.t2l_steps=4"),
+        (["--steps", "4"], 2, "evaluate --steps is gone, use sampling.steps=N, in t2l"),
     ],
 )
 def test_invalid_requests_are_refused_before_any_evaluation(

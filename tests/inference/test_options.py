@@ -15,8 +15,8 @@ CASES = [
     ("--text a -n 0", "--count: expected at least 1, found 0"),
     ("--mode t2l --text a --watch", "--watch: shows texts as they are generated, expected --mode l2t or joint"),
     # settings that were options
-    ("--text a --top-p 0.9", "--top-p: gone, use sampling.top_p=0.9"),
-    ("--text a --steps 8", "--steps: gone, use sampling.steps=8, in t2l sampling.t2l_steps=8"),
+    ("--text a --top-p 0.9", "sample --top-p is gone, use sampling.top_p=VALUE"),
+    ("--text a --steps 8", "sample --steps is gone, use sampling.steps=N, in t2l sampling.t2l_steps=N"),
     # editing
     ("--edit a", "--edit: expected one [span] to rewrite, found no brackets"),
     ("--edit [a] --span-length 0", "--span-length: expected at least 1, found 0"),

@@ -110,7 +110,7 @@ def test_truncated_store_is_named(
         (["evaluate", "/nowhere"], 65, "not a run folder"),
         (["prepare", "/nowhere.txt", "--out", "/tmp/never-made"], 65, "/nowhere.txt"),
         (["trian"], 2, "unknown command 'trian'"),
-        (["track", "runs/own"], 2, "the command track is gone: log.trackers="),
+        (["track", "runs/own"], 2, "mmldlm track is gone, use `log.trackers="),
     ],
 )
 def test_commands_refuse(capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, expected: str) -> None:

@@ -21,6 +21,7 @@ from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles, write_tensors
 from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.data.store import Store
+from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import DataError
 from mmldlm.run.compatibility import check_compatible, identity
@@ -198,13 +199,23 @@ def test_wrong_shapes_and_types_are_refused(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "expected"), [("latent", "latent.gone is 1 in the checkpoint, 'unset' now"), ("model", "model.gone is 1")]
 )
-def test_a_setting_of_another_version_is_named(run: Run, key: str, expected: str) -> None:
-    """One that this version does not know, and one that it has and the checkpoint's did not, whatever its value."""
+def test_a_setting_of_a_newer_version_is_named(run: Run, key: str, expected: str) -> None:
     config, store, _, path = run
     saved = {**identity(config, store), key: {**identity(config, store)[key], "gone": 1}}
     with pytest.raises(DataError, match=expected):
         check_compatible(replace(verify_checkpoint(path), info={"identity": saved}), config, store)
-    before = identity(config, store)
+
+
+def test_a_setting_that_was_added_has_its_default(run: Run) -> None:
+    """In checkpoints of earlier versions, which have no such key; but 0.1.0 was the first, and had `time_shift`."""
+    config, store, _, path = run
+    before = json.loads(json.dumps(identity(config, store)))
+    assert before["latent"].pop("prediction") == LatentConfig().prediction
+    checkpoint = replace(verify_checkpoint(path), info={"identity": before})
+    check_compatible(checkpoint, config, store)
+    other = replace(config, latent=replace(config.latent, prediction="v"))
+    with pytest.raises(DataError, match=r"latent\.prediction is 'x0' in the checkpoint, 'v' now"):
+        check_compatible(checkpoint, other, store)
     assert before["latent"].pop("time_shift") is None
-    with pytest.raises(DataError, match=r"latent\.time_shift is 'unset' in the checkpoint, None now$"):
-        check_compatible(replace(verify_checkpoint(path), info={"identity": before}), config, store)
+    with pytest.raises(DataError, match=r"lacks latent\.time_shift, is from before 0\.1\.0"):
+        check_compatible(checkpoint, config, store)

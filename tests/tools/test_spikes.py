@@ -117,9 +117,6 @@ def test_errors(planted: Planted, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("own:x", "other:1", "own:487"):
         assert_user_error(refused("rewind", run, "--before", "2", "--skip", name), 64, name, "own:0 to 486")
     assert_user_error(refused("explain", run, "9"), 2, "expected 1 to 2, found 9")
-    for setting in ("guard.on_spike=rewind", "guard.max_rewinds=2"):
-        result = refused("train", str(planted.config), setting)
-        assert_user_error(result, 64, "mmldlm rewind", setting.split("=")[0])
 
 
 @pytest.mark.slow

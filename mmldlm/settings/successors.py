@@ -1,0 +1,127 @@
+"""What is gone since 0.1.0, and what to use instead: settings, commands, and options of commands.
+
+A record is a config that a version wrote itself, in a run folder, checkpoint or bundle. Nobody can be asked to change
+it, so later versions read its old keys for good. This module needs the standard library only, as bundles do.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from mmldlm import __version__
+from mmldlm.errors import ConfigError, UsageError
+from mmldlm.utils.printable import printable
+from mmldlm.utils.short_repr import display_name, short_repr
+
+# Entries stay for good, since records need them. By the old key of a setting or group, oldest first: the new one, and
+# the version that renamed it.
+RENAMED: dict[str, tuple[str, str]] = {}
+# By the key: the value that equals what this version does, and what to use instead.
+REMOVED: dict[str, tuple[Any, str]] = {}
+# By a command, with its first word or an option of it.
+REMOVED_WORDS = {
+    "plan": "use `mmldlm train CONFIG --dry-run --gpus 8x80GB`, which has the memory of each engine",
+    "track": "use `log.trackers=[NAME]`, which sends the scalars while the run trains",
+    "checkpoints verify": "use `mmldlm verify FOLDER`, of a run or a checkpoint",
+    "evaluate --steps": "use sampling.steps=N, in t2l sampling.t2l_steps=N",
+    "sample --steps": "use sampling.steps=N, in t2l sampling.t2l_steps=N",
+    **{
+        f"sample --{name.replace('_', '-')}": f"use sampling.{name}=VALUE"
+        for name in ("temperature", "top_p", "guidance", "decoding", "remask", "latent_sampler", "joint_order")
+    },
+}
+_MINORS_WITH_NOTICE = 2  # versions for which an old key works
+_OF_NETWORK = ("model.", "latent.")  # without which a checkpoint is another network
+_noticed: set[str] = set()
+
+
+def current(tree: Any, source: str, is_record: bool = False) -> Any:
+    """Return the nested settings in `tree` by the keys of this version; `source` is named in messages.
+
+    Raises:
+        ConfigError: A user's config has a key that is gone, or a key by both names; or a record has another value of a
+            setting of the network than the one by which this version behaves.
+    """
+    tree = copy.deepcopy(tree)
+    for old in (*RENAMED, *REMOVED):
+        group, name = _group(tree, old), old.rpartition(".")[2]
+        if name in group:
+            value = group.pop(name)
+            if not group and (parent := old.rpartition(".")[0]):  # which may be gone as well
+                _group(tree, parent).pop(parent.rpartition(".")[2])
+            if new := _successor(old, source, is_record, value):
+                group, name = _group(tree, new, make=True), new.rpartition(".")[2]
+                _check_alone(old, new, name in group, source)
+                group[name] = value
+    return tree
+
+
+def current_overrides(overrides: Sequence[str]) -> list[str]:
+    """Return `key.sub=value` overrides of the command line by the keys of this version; raise as `current`."""
+    pairs = [(key.strip(), equals + value) for key, equals, value in (text.partition("=") for text in overrides)]
+    for old in (*RENAMED, *REMOVED):
+        for index, (key, value) in enumerate(pairs):
+            if f"{key}.".startswith(f"{old}."):
+                new = _successor(old, "command line") + key[len(old) :]
+                _check_alone(key, new, new in dict(pairs), "command line")
+                pairs[index] = new, value
+    return [key + value for key, value in pairs]
+
+
+def refuse_removed(command: str, arguments: Sequence[str]) -> None:
+    """Raise `UsageError` if a command is gone, its first word, or an option of either."""
+    options = [f" {argument.partition('=')[0]}" for argument in arguments if argument.startswith("-")]
+    for words in (command, " ".join((command, *arguments[:1]))):
+        for name in (words, *(words + option for option in options)):
+            if name in REMOVED_WORDS:
+                raise UsageError(f"mmldlm {name} is gone, {REMOVED_WORDS[name]}")
+
+
+def _successor(key: str, source: str, is_record: bool = False, value: Any = None) -> str:
+    """Return the new key of a renamed setting with a notice, or "" for one that can be left out; or refuse the key."""
+    if key in REMOVED:
+        now, advice = REMOVED[key]
+        if not is_record or (value != now and key.startswith(_OF_NETWORK)):
+            raise ConfigError(f"{display_name(source)}: {key} is gone, {advice}")
+        if value != now:
+            _notice(key, f"{key} is gone, and {short_repr(value)} in {display_name(source)} has no effect: {advice}")
+        return ""
+    new, since = RENAMED[key]
+    major, minor = _version(since)
+    if is_record:
+        _notice(key, f"{key} in {display_name(source)} is now {new} (since {since})")
+    elif _version(__version__) >= (major, minor + _MINORS_WITH_NOTICE):
+        raise ConfigError(f"{display_name(source)}: {key} is gone, use {new} (since {since})")
+    else:
+        until = f"{major}.{minor + _MINORS_WITH_NOTICE}.0"
+        _notice(key, f"{key} is now {new} (since {since}); the old name will be refused from {until}")
+    return new
+
+
+def _check_alone(old: str, new: str, has_both: bool, source: str) -> None:
+    if has_both:
+        raise ConfigError(f"{display_name(source)}: {old} is the old name of {new}, expected one of them, found both")
+
+
+def _group(tree: Any, key: str, make: bool = False) -> dict[str, Any]:
+    """Return the mapping in `tree` that has the last name of the dotted `key`; an empty one if there is none."""
+    for name in key.split(".")[:-1]:
+        if make and isinstance(tree, dict):
+            tree.setdefault(name, {})
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, dict) else {}
+
+
+def _notice(key: str, text: str) -> None:
+    """Print a notice on stderr, once for a key, on the first rank."""
+    if key not in _noticed and os.environ.get("RANK", "0") == "0":
+        print(printable(f"notice: {text}"), file=sys.stderr, flush=True)
+    _noticed.add(key)
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
