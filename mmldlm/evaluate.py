@@ -6,7 +6,9 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -16,10 +18,13 @@ if __name__ == "__main__":  # before the imports below import torch
 
     start_rank()
 
+from mmldlm.checkpoint.retention import Retention
+from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.diffusion.noise import MODES
+from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.distributed.process_group import process_group
-from mmldlm.errors import ExitCode, UsageError, exit_process, run_command
+from mmldlm.errors import DataError, ExitCode, UsageError, exit_process, run_command
 from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import evaluate
 from mmldlm.evaluation.table import samples_markdown, table
@@ -32,13 +37,18 @@ from mmldlm.run.load import (
     load_run_on_all_ranks,
     run_config,
 )
+from mmldlm.settings.declaration import dump
 from mmldlm.settings.successors import refuse_removed
+from mmldlm.telemetry.experiment_trackers import ExperimentTracker
+from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import make_folder, write_atomically
-from mmldlm.utils.nested import replace_nonfinite
+from mmldlm.utils.nested import flatten, replace_nonfinite
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, Progress
+
+FOLLOW_INTERVAL_S = 2.0  # between looks for a new checkpoint
 
 
 def _parse_modes(text: str) -> tuple[str, ...]:
@@ -86,6 +96,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where to write the results; default: the run folder"
     )
+    parser.add_argument(
+        "--follow",
+        action="store_true",
+        help="evaluate each checkpoint, also while the run trains, to its last step; curves: RUN/evaluations",
+    )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # injected by the deepspeed launcher
     return parser
 
@@ -102,36 +117,97 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
         if getattr(options, name) < minimum:
             parser.error(f"--{name}: expected at least {minimum}, found {getattr(options, name)}")
     config = EvaluationConfig(options.split, options.samples, options.texts, options.times, options.seed, options.batch)
-    out: Path = options.out or options.run
     if options.out is None and (options.run / BUNDLE_CONFIG).is_file():
         parser.error("--out: expected a folder for the results, since those of a bundle are part of it")
+    if options.follow and (options.checkpoint or (options.run / BUNDLE_CONFIG).is_file()):
+        parser.error("--follow: evaluates each checkpoint of a run folder, expected no --checkpoint and no bundle")
     with (
         stop_at_signals("nothing was written"),
         process_group(run_config(options.run).distributed, read_launcher_env(os.environ)) as processes,
         Progress(processes.is_main, interval) as progress,
     ):
-        progress.phase("loading the run")
         if processes.world_size == 1:
             choose_threads()
-        loaded = load_run_on_all_ranks(options, processes)
-        modes = options.modes or loaded.config.trained_modes
-        given = ("--search", "l2t", options.search), ("--sts", "t2l", options.sts)
-        for option, mode, value in (*given, ("--perplexity-model", "joint", options.perplexity_model)):
-            if value and mode not in modes:
-                found = ",".join(modes)
-                raise UsageError(f"{option}: is of mode {mode}, expected it among those to measure, found {found}")
-        measured = evaluate(loaded, config, modes, options.sts, options.perplexity_model, processes, progress)
-        settings = given_settings(options)
-        overrides = {"sampling": " ".join(settings)} if settings else {}
-        result = replace_nonfinite({**overrides, **measured})
-        with processes.raise_on_all_ranks("writing of the results"):
-            if processes.is_main:
-                make_folder(out)
-                write_atomically(out / "samples.md", samples_markdown(result))
-                write_atomically(out / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
-                print("\n".join(map(printable, table(result).split("\n"))))
-                print(printable(f"written: {out / 'evaluation.json'}, {out / 'samples.md'}"), flush=True)
+        if options.follow:
+            _follow(options, config, processes, progress)
+        else:
+            _evaluate(options, config, processes, progress)
     return ExitCode.DONE
+
+
+def _evaluate(
+    options: argparse.Namespace, config: EvaluationConfig, processes: Collectives, progress: Progress
+) -> dict[str, Any]:
+    """Evaluate one checkpoint, write the results and return them (collective)."""
+    progress.phase("loading the run")
+    loaded = load_run_on_all_ranks(options, processes)
+    modes = options.modes or loaded.config.trained_modes
+    given = ("--search", "l2t", options.search), ("--sts", "t2l", options.sts)
+    for option, mode, value in (*given, ("--perplexity-model", "joint", options.perplexity_model)):
+        if value and mode not in modes:
+            found = ",".join(modes)
+            raise UsageError(f"{option}: is of mode {mode}, expected it among those to measure, found {found}")
+    measured = evaluate(loaded, config, modes, options.sts, options.perplexity_model, processes, progress)
+    settings = given_settings(options)
+    overrides = {"sampling": " ".join(settings)} if settings else {}
+    result = replace_nonfinite({**overrides, **measured})
+    out: Path = options.out or options.run
+    with processes.raise_on_all_ranks("writing of the results"):
+        if processes.is_main:
+            make_folder(out)
+            write_atomically(out / "samples.md", samples_markdown(result))
+            write_atomically(out / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+            print("\n".join(map(printable, table(result).split("\n"))))
+            print(printable(f"written: {out / 'evaluation.json'}, {out / 'samples.md'}"), flush=True)
+    return result
+
+
+def _follow(options: argparse.Namespace, config: EvaluationConfig, processes: Collectives, progress: Progress) -> None:
+    """Evaluate the checkpoints of a run in their order, also those to come, up to its last step (collective).
+
+    A step that has a file in the folder is done, so that another start goes on after the last one.
+    """
+    run: Path = options.run
+    folder: Path = (options.out or run) / "evaluations"
+    saved, settings = CheckpointStore(run / "checkpoints", Retention()), run_config(run)
+    done = max((int(path.stem.split("-")[1]) for path in folder.glob("step-*.json")), default=0)
+    boards, trackers = list[TensorBoard](), list[ExperimentTracker]()
+    if processes.is_main:
+        make_folder(folder)
+        boards = [TensorBoard(folder / "tensorboard", done + 1 if done else 0)] if settings.log.tensorboard else []
+        home = folder / f"{run.resolve().name}-evaluations"  # also the name that trackers show
+        trackers = [ExperimentTracker(name, home, done > 0, print) for name in settings.log.trackers]
+    for tracker in trackers:
+        tracker.start(dump(settings))
+    while done < settings.train.steps:
+        progress.phase(f"waiting for a checkpoint after step {done:,} of {settings.train.steps:,}", announce=False)
+        paths = {step: str(path) for step, path in sorted(saved.by_step().items()) if step > done}
+        found = processes.gather(next(iter(paths.items()), None), "choice of the checkpoint")[0]
+        if found is None:
+            time.sleep(FOLLOW_INTERVAL_S)
+            continue
+        options.checkpoint = Path(found[1])
+        try:
+            result = _evaluate(options, config, processes, progress)
+        except DataError:
+            if options.checkpoint.exists():
+                raise
+            continue  # removed by its run, which has saved newer ones since
+        done = found[0]
+        values = {
+            f"evaluation/{key}": value for key, value in flatten(result).items() if isinstance(value, int | float)
+        }
+        for board in boards:
+            board.scalars(done, values)
+            board.flush()
+        for tracker in trackers:
+            tracker.log(done, values)
+        if processes.is_main:
+            write_atomically(folder / f"step-{done:08}.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+    for board in boards:
+        board.close()
+    for tracker in trackers:
+        tracker.close()
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -38,16 +38,21 @@ def read_latents(run: LoadedRun, path: Path) -> np.ndarray:
 
 
 def load_latents(run: LoadedRun, path: Path) -> np.ndarray:
-    """Map an .npy file of latents to memory, of its own type, with the checks of `read_latents` except for finite."""
+    """Map an .npy file of latents to memory, not yet aligned, with the checks of `read_latents` except for finite."""
+    return _check_shape(run, read_array(path, "--latents"), f"--latents: {path}")
+
+
+def read_array(path: Path, name: str) -> np.ndarray:
+    """Map an .npy file to memory; what is no such file is a `DataError` that begins with `name`."""
     try:
-        latents = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
-        raise DataError(f"--latents: {path} does not exist") from None
+        raise DataError(f"{name}: {path} does not exist") from None
     except ValueError as error:
-        raise DataError(f"--latents: {path} is not an .npy array: {error}") from None
-    if not isinstance(latents, np.ndarray):
-        raise DataError(f"--latents: {path} is an archive of arrays, expected one .npy array")
-    return _check_shape(run, latents, f"--latents: {path}")
+        raise DataError(f"{name}: {path} is not an .npy array: {error}") from None
+    if not isinstance(array, np.ndarray):
+        raise DataError(f"{name}: {path} is an archive of arrays, expected one .npy array")
+    return array
 
 
 def check_latents(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
@@ -59,13 +64,24 @@ def check_latents(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
     bad = ~np.isfinite(latents.reshape(len(latents), -1)).all(1)
     if bad.any():
         raise DataError(f"{name}: row {int(bad.argmax())} is not finite")
-    return latents.astype(np.float32)
+    return align(run, latents)
+
+
+def align(run: LoadedRun, latents: np.ndarray) -> np.ndarray:
+    """Return latents on the encoder's scale, float32 [n, M, C], of what `_check_shape` returned."""
+    latents = np.asarray(latents, np.float32)
+    if run.alignment is not None:
+        latents = latents[:, 0] @ run.alignment["matrix"].numpy() + run.alignment["bias"].numpy()
+    return latents.reshape(len(latents), run.store.manifest.latent.tokens, -1)
 
 
 def _check_shape(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
-    shape = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels)
+    shape, aligned = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels), ""
+    if run.alignment is not None:  # a bundle of `mmldlm align`: vectors of the other encoder
+        shape, aligned = (1, len(run.alignment["matrix"])), " of the encoder that the bundle was aligned to"
     if latents.ndim == 2 and shape[0] == 1:
         latents = latents[:, None]
     if latents.shape[1:] != shape or not len(latents) or latents.dtype.kind != "f":
-        raise DataError(f"{name} is {latents.dtype} {list(latents.shape)}, expected float [n, {shape[0]}, {shape[1]}]")
+        found, expected = f"{latents.dtype} {list(latents.shape)}", f"float [n, {shape[0]}, {shape[1]}]{aligned}"
+        raise DataError(f"{name} is {found}, expected {expected}")
     return latents

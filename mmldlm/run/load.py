@@ -63,6 +63,7 @@ class LoadedRun:
     weights: Weights  # which weights the model has
     has_ema: bool  # whether the checkpoint has an EMA besides the trained weights
     info: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint: versions, revision and data of its run
+    alignment: Mapping[str, Tensor] | None = None  # of `mmldlm align`: matrix [D, M C] and bias [M C]
 
     @functools.cached_property
     def words(self) -> Tensor:
@@ -260,7 +261,20 @@ def load_run(
         weights=weights,
         has_ema=ema is not None,
         info=saved.info,
+        alignment=_read_alignment(saved, store),
     )
+
+
+def _read_alignment(saved: Checkpoint, store: Store) -> Mapping[str, Tensor] | None:
+    """Return the map of `mmldlm align` that a bundle has, if it has one."""
+    if (files := TensorFiles.find(saved, "alignment")) is None:
+        return None
+    size = store.manifest.latent.tokens * store.manifest.latent.channels
+    tensors = {name: files[name] for name in files}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    if shapes != {"matrix": (shapes.get("matrix", [0])[0], size), "bias": (size,)}:
+        raise DataError(f"{saved.path}: alignment has {shapes}, expected matrix [D, {size}] and bias [{size}]")
+    return tensors
 
 
 def load_run_on_all_ranks(options: Namespace, processes: Collectives) -> LoadedRun:

@@ -1,4 +1,4 @@
-"""`mmldlm checkpoints list|diff`: the checkpoints of a run, and how two differ."""
+"""`mmldlm checkpoints list|diff|merge`: the checkpoints of a run, how two differ, and the mean of several."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmldlm.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import load_config
-from mmldlm.errors import DataError, ExitCode
-from mmldlm.run.load import run_config
+from mmldlm.errors import DataError, ExitCode, UsageError
+from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
+from mmldlm.run.load import BUNDLE_CONFIG, LoadedRun, load_run, run_config
 from mmldlm.tools.config import config_diff
+from mmldlm.tools.export import check_new, save_bundle
 from mmldlm.tools.runs import MetricsReader
 from mmldlm.utils.format import format_number, human_duration
 from mmldlm.utils.nested import flatten, replace_nonfinite
@@ -107,6 +110,41 @@ def diff_checkpoints(first: Path, second: Path) -> dict[str, Any]:
     }
 
 
+def merge_checkpoints(paths: Sequence[Path], shares: Sequence[float], weights: Weights | None) -> LoadedRun:
+    """Return the first of several trained networks with the mean of all their weights.
+
+    Args:
+        paths: Folders of checkpoints, runs (their newest checkpoint) or bundles, of one network and one standardization
+            of latents.
+        shares: Share of each in the mean.
+        weights: As in `load_run`.
+
+    Raises:
+        DataError: One of them cannot be read, or its network or latents are others than the first's.
+    """
+    merged, sums, origin = None, dict[str, Tensor](), list[dict[str, Any]]()
+    for path, share in zip(paths, shares, strict=True):
+        is_checkpoint = (path / MANIFEST).is_file() and not (path / BUNDLE_CONFIG).is_file()
+        folder = path.absolute().parent.parent if is_checkpoint else path
+        run = load_run(folder, path if is_checkpoint else None, None, weights, device="cpu")
+        if merged is None:
+            merged = run
+        for what, here, there in (
+            ("network and data", merged.info["identity"], run.info["identity"]),
+            ("standardization of latents", merged.store.manifest.latent, run.store.manifest.latent),
+        ):
+            if here != there:
+                raise DataError(f"{path}: expected the {what} of {paths[0]}, found others")
+        assert isinstance(run.model, nn.Module)
+        for name, tensor in run.model.state_dict().items():
+            sums[name] = sums.get(name, 0) + tensor.double() * (share / sum(shares))
+        origin.append({"from": path.resolve().name, "step": run.step, "weights": run.weights, "share": share})
+    assert merged is not None and isinstance(merged.model, nn.Module)
+    merged.model.load_state_dict(sums)  # rounds to the tensors' own type
+    step = max(one["step"] for one in origin)
+    return replace(merged, step=step, info={**merged.info, "merged": origin})
+
+
 def _difference(before: TensorFiles, after: TensorFiles, name: str) -> dict[str, Any] | None:
     """Return how a tensor differs; None if it does not."""
     if name not in before or name not in after:
@@ -175,9 +213,31 @@ def main(argv: list[str] | None = None) -> int:
     diff = commands.add_parser("diff", help="tensors, settings and state in which two checkpoints differ")
     for name in ("first", "second"):
         diff.add_argument(name, type=Path, help="a checkpoint's folder, or a run folder for its newest")
+    merge = commands.add_parser(
+        "merge", help="a bundle with the mean of the weights of several checkpoints of one network"
+    )
+    merge.add_argument("checkpoints", type=Path, nargs="+", help="folders of checkpoints, runs or bundles")
+    merge.add_argument("--out", type=Path, required=True, help="folder of the bundle, which must not exist")
+    merge.add_argument("--shares", type=float, nargs="+", metavar="S", help="share of each in the mean (equal)")
+    merge.add_argument("--weights", choices=list(WEIGHTS_LABELS), help="weights of checkpoints that have both")
     for command in (listing, diff):
         command.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
+    if options.command == "merge":
+        shares = options.shares or [1.0] * len(options.checkpoints)
+        if (
+            len(shares) != len(options.checkpoints)
+            or len(shares) < 2
+            or not all(0 < share < math.inf for share in shares)
+        ):
+            found = f"{len(options.checkpoints)} checkpoints and {shares}"
+            raise UsageError(f"checkpoints merge: expected two or more, with a share above 0 of each, found {found}")
+        check_new(options.out)
+        run = merge_checkpoints(options.checkpoints, shares, options.weights)
+        save_bundle(replace(run, folder=options.out), options.out)  # whose evaluation is still to come
+        next_step = f"mmldlm evaluate {options.out} --data STORE --out FOLDER"
+        print(printable(f"{options.out}: the mean of {len(shares)} checkpoints; {next_step}"))
+        return ExitCode.DONE
     if options.command == "list":
         result: Any = list_checkpoints(options.run)
     else:

@@ -8,9 +8,28 @@ from pathlib import Path
 
 from mmldlm.errors import DataError, UsageError
 from mmldlm.inference.bundle import EVALUATION_NAME, matching_evaluation, write_bundle
-from mmldlm.run.load import add_run_options, load_run
+from mmldlm.run.load import LoadedRun, add_run_options, load_run
 from mmldlm.utils.files import fsync, make_folder
 from mmldlm.utils.printable import printable
+
+
+def check_new(out: Path) -> None:
+    """Raise `UsageError` if `out` exists."""
+    if out.exists():
+        raise UsageError(f"{out}: exists already, expected a new folder")
+
+
+def save_bundle(run: LoadedRun, out: Path, description: str = "") -> None:
+    """Write a bundle to a new folder, complete or not at all: to one beside it, which is then renamed."""
+    temporary = out.absolute().with_name(f".{out.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    make_folder(temporary)
+    try:
+        write_bundle(run, temporary, description)
+        temporary.rename(out)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    fsync(out.absolute().parent)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -21,20 +40,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--card", type=Path, metavar="FILE", help="Markdown to include in the model card")
     options = parser.parse_args(argv)
     out: Path = options.out
-    if out.exists():
-        raise UsageError(f"{out}: exists already, expected a new folder")
+    check_new(out)
     description = _read(options.card) if options.card else ""
     run = load_run(options.run, options.checkpoint, options.data, options.weights, device="cpu")
-    # Complete or not there at all: everything is written to a folder beside it, which is then renamed.
-    temporary = out.absolute().with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    make_folder(temporary)
-    try:
-        write_bundle(run, temporary, description)
-        temporary.rename(out)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    fsync(out.absolute().parent)
+    save_bundle(run, out, description)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     if (run.folder / EVALUATION_NAME).is_file() and matching_evaluation(run) is None:
         print(printable(f"{run.folder / EVALUATION_NAME}: is not of {run}, so the model card has no figures"))

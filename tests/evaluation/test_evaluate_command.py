@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmldlm import cli, train
 from mmldlm.config import load_config, write_config
+from tests.helpers.paths import ROOT
 from tests.helpers.tiny_config import TINY
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +130,35 @@ def test_progress_lines_show_phases_and_micro_batches(run_dir: Path) -> None:
         for done in range(1, batches + 1):
             assert f"\n{phase}: {done} of {batches} micro-batches, " in printed
     assert "\nre-encoding of the generated texts: 1 of 1 batches of the encoder, " in printed
+
+
+def test_follow(tiny_config: Path, tmp_path: Path) -> None:
+    """Each checkpoint is evaluated once, also one that appears later; the curves have them all."""
+    run, hidden = tmp_path / "run", tmp_path / "hidden"
+    settings = ["train.steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=9", "data.num_workers=0"]
+    assert train.main([str(tiny_config), *settings, "log.tensorboard=true", "log.trackers=[tensorboard]"]) == 0
+    last, results = run / "checkpoints" / "step-00000006", run / "evaluations"
+    last.rename(hidden)
+    few = ["--modes", "l2t", "--samples", "8", "--texts", "4", "--times", "1"]
+    command = [sys.executable, "-m", "mmldlm", "evaluate", str(run), "--follow", *few]
+    with subprocess.Popen(command, cwd=ROOT) as follower:
+        try:
+            wait_until((results / "step-00000004.json").exists, "the evaluation of step 4")
+            assert follower.poll() is None
+            hidden.rename(last)
+            assert follower.wait(TEST_TIMEOUT_S) == 0
+        finally:
+            follower.kill()
+    steps = {path.name: json.loads(path.read_text())["step"] for path in results.glob("step-*.json")}
+    assert steps == {f"step-0000000{step}.json": step for step in (2, 4, 6)}
+    assert json.loads((run / "evaluation.json").read_text())["step"] == 6
+    values = [json.loads((results / name).read_text())["l2t"]["bits_per_token"] for name in sorted(steps)]
+    expected = [(step, pytest.approx(value)) for step, value in zip((2, 4, 6), values, strict=True)]
+    name = "run-evaluations"
+    for folder in (results / "tensorboard", results / name / "trackers/tensorboard" / name):
+        events = EventAccumulator(str(folder)).Reload().Scalars("evaluation/l2t.bits_per_token")
+        assert [(event.step, event.value) for event in events] == expected
+
+    before = (results / "step-00000006.json").stat().st_mtime_ns
+    assert cli.main(["evaluate", str(run), "--follow", *few]) == 0  # nothing is left to do
+    assert (results / "step-00000006.json").stat().st_mtime_ns == before

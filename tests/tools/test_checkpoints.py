@@ -50,6 +50,56 @@ def test_checkpoints(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert_user_error((cli.main(["checkpoints", "diff", str(run), str(run)]), capsys.readouterr().err), 65, "expected")
 
 
+def test_merge(
+    run: Path, tiny_config: Path, tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (run / "checkpoints" / f"step-0000000{step}" for step in (2, 4))
+    shutil.copy(run / "metrics.jsonl", run / "evaluation.json")  # is not the merged model's
+    said = show(capsys, "merge", first, run, "--out", tmp_path / "mean", "--shares", 3, 1)
+    assert "the mean of 2 checkpoints" in said and not (tmp_path / "mean" / "evaluation.json").exists()
+    before, after, mean = (load_file(folder / "model.safetensors") for folder in (first, second, tmp_path / "mean"))
+    assert mean.keys() == before.keys()
+    for name, tensor in mean.items():
+        expected = (0.75 * before[name].double() + 0.25 * after[name].double()).to(tensor.dtype)
+        assert tensor.equal(expected), name
+    assert any(not mean[name].equal(before[name]) for name in mean)
+    show(capsys, "merge", second, second, "--out", tmp_path / "same")
+    assert all(load_file(tmp_path / "same/model.safetensors")[name].equal(tensor) for name, tensor in after.items())
+
+    evaluated = [
+        "evaluate",
+        tmp_path / "mean",
+        "--modes",
+        "l2t",
+        "--samples",
+        8,
+        "--texts",
+        4,
+        "--out",
+        tmp_path / "out",
+    ]
+    evaluated += ["--data", tiny_store, "--out", tmp_path / "out"]
+    assert cli.main(list(map(str, evaluated))) == 0 and (tmp_path / "out/evaluation.json").is_file()
+    started = [f"run.dir={tmp_path / 'next'}", f"init.from={tmp_path / 'mean'}", "train.steps=1"]
+    assert train.main([str(tiny_config), *started]) == 0
+
+
+def test_merge_refuses(run: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other = tmp_path / "other"
+    assert train.main([str(tiny_config), f"run.dir={other}", "train.steps=2", "model.width=16"]) == 0
+
+    def refusal(code: int, *arguments: object) -> None:
+        *given, expected = map(str, arguments)
+        capsys.readouterr()
+        assert_user_error((cli.main(["checkpoints", "merge", *given]), capsys.readouterr().err), code, expected)
+
+    refusal(65, run, other, "--out", tmp_path / "new", "other: expected the network and data of")
+    refusal(2, run, run, "--out", other, "exists already")
+    for arguments in ([run], [run, run, "--shares", 1], [run, run, "--shares", 1, 0]):
+        refusal(2, *arguments, "--out", tmp_path / "new", "expected two or more, with a share above 0 of each")
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.quick
 def test_a_difference_is_relative_to_the_first(
     short_run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
