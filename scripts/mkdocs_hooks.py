@@ -21,6 +21,7 @@ PAGES = {  # by path in the repository
     "benchmarks/LOG.md": "log.md",
 }
 NOTEBOOK = "examples/first_steps.ipynb"  # to download
+_FENCE = re.compile(r"^(```\w+) [\w -]+$", re.MULTILINE)  # with more than a language: what a test does with the block
 _LINK = re.compile(r"(?<=\]\()(?!\w+:|#)[^)#\s]+")  # the target in [text](target#anchor), unless it is a URL
 
 
@@ -31,7 +32,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Rewrite links, which are relative in the repository, to be relative in the site."""
+    """Make links relative in the site, which are so in the repository, and leave fences their language alone."""
     uri = page.file.src_uri
     source = next((path for path, own in PAGES.items() if own == uri), f"docs/{uri}")
 
@@ -39,4 +40,4 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[0]))
         return posixpath.relpath(PAGES.get(path, path.removeprefix("docs/")), posixpath.dirname(uri) or ".")
 
-    return _LINK.sub(in_site, markdown)
+    return _LINK.sub(in_site, _FENCE.sub(r"\1", markdown))

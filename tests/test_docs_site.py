@@ -35,6 +35,10 @@ def test_the_stable_api_is_described_and_nothing_else(site: Path) -> None:
     assert {name.partition(".")[0] for name in described} == {"load", "Model", "Samples", "Score"}
 
 
+def test_no_fence_is_left_as_text(site: Path) -> None:
+    assert [path.name for path in site.rglob("*.html") if "<p>```" in path.read_text(encoding="utf-8")] == []
+
+
 def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
     files = [path for path in site.rglob("*") if path.suffix in (".html", ".css")]
     assert len(files) > 20

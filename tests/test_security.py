@@ -140,7 +140,7 @@ def test_tensorboard_listens_on_loopback_only() -> None:
     """Every documented command names the host; another one has to be given explicitly."""
     printed = [
         (path, line)
-        for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *SCRIPTS]
+        for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *SCRIPTS]
         for line in path.read_text(encoding="utf-8").splitlines()
         if "tensorboard --logdir" in line
     ]

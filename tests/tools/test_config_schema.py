@@ -74,9 +74,10 @@ def test_presets_are_valid_and_name_the_schema(path: Path) -> None:
 
 def examples() -> Iterator[tuple[str, dict[str, Any]]]:
     """Configs in README and docs: code blocks that are YAML with a key of a run config."""
-    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = page.read_text(encoding="utf-8")
         blocks = re.findall(r"<<'YAML'\n(.*?)\nYAML", text, re.S) + re.findall(r"(?:^    .*\n)+", text, re.M)
+        blocks += re.findall(r"^```yaml\n(.*?)^```$", text, re.S | re.M)
         for block in blocks:
             try:
                 tree = parse_yaml(textwrap.dedent(block), page.name)
@@ -88,7 +89,9 @@ def examples() -> Iterator[tuple[str, dict[str, Any]]]:
 
 def test_examples_of_the_docs_are_valid() -> None:
     pages = [page for page, tree in examples() if is_valid(tree)]
-    assert pages == [page for page, _ in examples()] and {"settings.md", "data.md", "tutorial.md"} <= set(pages)
+    assert pages == [page for page, _ in examples()] and {"settings.md", "data.md", "tutorial.md", "mixture.md"} <= set(
+        pages
+    )
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_a_checkout_that_is_not_installed_names_the_extra(monkeypatch: pytest.Mo
 
 @pytest.mark.quick
 def test_no_command_installs_a_name_that_nobody_owns() -> None:
-    sources = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("mmldlm/**/*.py"), *ROOT.glob("scripts/*.sh")]
+    sources = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("mmldlm/**/*.py"), *ROOT.glob("scripts/*.sh")]
     assert len(sources) > 100
     for path in sources:
         assert not re.search(r"pip install [^\n]*\bmmldlm(\[|\b(?![-_/.\w]))", path.read_text()), path
