@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.data.encoders import LatentEncoder
+from mmldlm.data.encoders import ImportedLatents, LatentEncoder
 from mmldlm.errors import DataError
 from mmldlm.run.load import LoadedRun
 
@@ -23,7 +23,9 @@ def encode_or_raise(encoder: LatentEncoder, texts: Sequence[str], hint: str = ""
     latents = encoder.encode(texts)
     for text, latent in zip(texts, latents, strict=True):
         if not np.isfinite(latent).all():
-            raise DataError(f"the encoder has no latent for {text!r}: expected words of its corpus{hint}")
+            imported = isinstance(encoder, ImportedLatents)
+            expected = "an encoder of texts, as the latents were imported" if imported else "words of its corpus"
+            raise DataError(f"the encoder has no latent for {text!r}: expected {expected}{hint}")
     return latents
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 
 from mmldlm import cli
+from mmldlm.data.encoders import ImportedLatents
+from mmldlm.errors import DataError
+from mmldlm.inference.conditions import encode_or_raise
 from tests.helpers.user_errors import assert_user_error
 
 CASES = [
@@ -61,3 +64,9 @@ CASES = [
 def test_options_that_make_no_sense(options: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     status = cli.main(["sample", "/nowhere", *options.split()])
     assert_user_error((status, capsys.readouterr().err), 2, expected)
+
+
+@pytest.mark.quick
+def test_imported_latents_have_no_encoder_to_name_words_of() -> None:
+    with pytest.raises(DataError, match="expected an encoder of texts, as the latents were imported, or latents"):
+        encode_or_raise(ImportedLatents("model", "1", (1, 4)), ["The wave."], ", or latents")
