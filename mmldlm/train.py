@@ -59,7 +59,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line into one config file, overrides and flags."""
     parser = argparse.ArgumentParser(
         prog="mmldlm train",
-        usage="%(prog)s [--check | --dry-run [--gpus NxMGB [--nodes N]] | --stop-at STEP] CONFIG.yaml [key.sub=value ...]",
+        usage="%(prog)s [--check | --dry-run [--gpus NxMGB [--nodes N]] | --stop-at STEP] CONFIG.yaml "
+        "[key.sub=value ...]",
         description="Train a run; docs/settings.md lists the keys, docs/launchers.md the launchers.",
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | key.sub=value")

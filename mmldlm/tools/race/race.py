@@ -1,0 +1,276 @@
+"""A race: the runs of a base and of its arms, and what is decided by their records alone.
+
+Arms are compared with the base at a few steps, each twice the one before, at which all runs have had the same samples
+(successive halving: Karnin, Koren and Somekh, ICML 2013). An arm leaves as soon as it is shown not to be better than
+the base, or the best arm, by what matters (Hoeffding races: Maron and Moore, NIPS 1993). One that is better beyond luck
+by its share of the budget of errors (`gain.py`) is kept if it is the best of these, and still better at its end. What
+is undecided at its end is trained again from other initial weights.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StoppedBySignal, UsageError, error_from_exit_code
+from mmldlm.tools.race.arms import Arm, environment, last_line
+from mmldlm.tools.race.gain import Gain, share
+from mmldlm.tools.race.ledger import Ledger
+from mmldlm.tools.report.run_summary import HELD_OUT_KINDS, RunSummary, better_direction
+from mmldlm.tools.runs import History
+from mmldlm.utils.printable import printable
+from mmldlm.utils.process import CONTINUE, stop_at_signals
+
+MAX_SEEDS = 3  # initial weights that an arm is trained from while it is undecided
+DROP_RISK = 0.05  # that an arm leaves at a look though it is better than the best by what matters
+METRICS = ("loss", "accuracy", "validation", "quality")  # groups of metrics of a run's records
+
+# Exit codes of a run that are the arm's fault; by any other it could not be tried, which ends the race.
+_FAULTS = (1, ExitCode.USAGE, ExitCode.CONFIG, ExitCode.DATA, ExitCode.NUMERICAL)
+
+
+@dataclass
+class Proposal:
+    """An arm by its number in the ledger, its metric, and the lines of its results so far."""
+
+    n: int
+    key: str
+    text: str
+    metric: str
+    results: list[dict[str, Any]] = field(default_factory=list)
+    arm: Arm | None = None  # of one that is undecided
+
+    @property
+    def decision(self) -> str:
+        """The decision, "" while there is none."""
+        return self.results[-1]["decision"] if self.results else ""
+
+    @property
+    def is_better(self) -> bool:
+        """True if a look has shown it to be better than the base."""
+        return any(result["better"] for result in self.results)
+
+
+@dataclass
+class Race:
+    """The race of a base, whose runs are below `folder`."""
+
+    ledger: Ledger
+    base: Arm
+    folder: Path
+    risk: float
+    at_least: float
+    seeds: int
+    looks: int
+    launch: str
+    deadline: float
+
+    def run(self, proposals: Sequence[Proposal]) -> None:
+        """Train and decide the proposals for this base, of which some may be decided."""
+        for look, (step, seed) in enumerate(self.schedule):
+            racing = [one for one in proposals if not one.decision]
+            is_contest = len(racing) > 1 and seed == 0  # of arms that are better than the base, for the best
+            due = [one for one in racing if len(one.results) == look and (is_contest or not one.is_better)]
+            for number in range(self.seeds if due else 0):
+                self.train(self.base, number, step)
+            results = self._results(look, due, [one for one in proposals if len(one.results) > look])
+            self._record(due, results)
+        self._finish([one for one in proposals if not one.decision])
+
+    @cached_property
+    def schedule(self) -> list[tuple[int, int]]:
+        """Step, and number of the initial weights, of each look: where records and validations are."""
+        settings = self.base.settings
+        last = settings["train.steps"]
+        every = [settings[key] for key in ("log.every", "validation.every", "validation.quality_every")]
+        unit = math.lcm(*(number for number in every if 0 < number <= last))
+        steps = sorted({min(last, -(-last // 2**look // unit) * unit) for look in range(self.looks)})
+        return [(step, 0) for step in steps] + [(last, seed) for seed in range(1, MAX_SEEDS)]
+
+    # --- decisions ---------------------------------------------------------------------------------------------
+
+    def _results(self, look: int, due: Sequence[Proposal], others: Sequence[Proposal]) -> list[dict[str, Any]]:
+        """Train the proposals that are due at a look, and return their results; `others` had theirs."""
+        step, seed = self.schedule[look]
+        failures: dict[int, str] = {}
+        for one in due:
+            assert one.arm is not None
+            try:
+                self.train(one.arm, seed, step)
+            except MmldlmError as error:
+                if error.exit_code not in _FAULTS:
+                    raise
+                failures[one.n] = str(error)
+        values = {
+            one.n: self.values(one.key, seed + 1, one.metric, step)
+            for one in (*due, *others)
+            if one.n not in failures and not (one.decision == "failed" and len(one.results) == look + 1)
+        }
+        values = {n: numbers for n, numbers in values.items() if np.isfinite(numbers).all()}
+        results = []
+        for one in due:
+            result: dict[str, Any] = {"kind": "result", "n": one.n, "arm": one.text, "metric": one.metric, "step": step}
+            result |= {"seeds": seed + 1, "gain": None, "interval": None, "better": False, "decision": "failed"}
+            if one.n not in values:
+                results.append(result | {"reason": failures.get(one.n, f"{one.metric} is not finite")})
+                continue
+            sign = 1 if better_direction(one.metric) == "higher" else -1
+            base = self.values("base", self.seeds, one.metric, step)
+            gain, level = Gain.of(values[one.n], base, base, sign), self.risk * share(one.n) / len(self.schedule)
+            rivals = [other for other in (*due, *others) if other.metric == one.metric and other.n in values]
+            best = max(rivals, key=lambda other: sign * float(values[other.n].mean()))
+            ahead = [("the base", gain)]
+            if best is not one:
+                ahead.append((best.text, Gain.of(values[one.n], values[best.n], base, sign)))
+            ahead = [(name, lead) for name, lead in ahead if lead.bounds(DROP_RISK)[1] < self.at_least]
+            decision, reason = "", ""
+            if seed == 0 and self._is_equal(one.key):
+                # Until the end, as a schedule may still part them.
+                if step == self.schedule[-1][0]:
+                    decision, reason = "no change", "all its numbers are those of the base"
+            elif ahead:
+                decision, reason = "discard", f"not better than {ahead[-1][0]} by {100 * self.at_least:g} %"
+            elif look == len(self.schedule) - 1 and gain.bounds(level)[0] <= 0:
+                decision, reason = "discard", f"open after {MAX_SEEDS} runs"
+            low, high = gain.bounds(level)
+            result |= {"gain": gain.value, "interval": [low, high], "better": low > 0}
+            results.append(result | {"decision": decision, "reason": reason})
+        return results
+
+    def _is_equal(self, key: str) -> bool:
+        """Return whether an arm's first run has the numbers of the base's so far."""
+        arm, base = (History(self.run_dir(name, 0)) for name in (key, "base"))
+        tags = [tag for tag in arm.tags("train", *HELD_OUT_KINDS) if tag.startswith(METRICS)]
+        curves = ([run.series(tag, "train", *HELD_OUT_KINDS) for tag in tags] for run in (arm, base))
+        return all(
+            (a.steps, a.values) == (b.steps[: len(a.steps)], b.values[: len(a.steps)])
+            for a, b in zip(*curves, strict=True)
+        )
+
+    def _finish(self, better: Sequence[Proposal]) -> None:
+        """Train the best of the proposals that are better than the base to its end; keep it if it is better there."""
+        kept = ""
+        last = self.schedule[-1][0]
+        for one in sorted(better, key=lambda one: -one.results[-1]["gain"]):
+            result = {**one.results[-1], "decision": "better", "reason": f"better than the base, but kept is {kept}"}
+            if not kept:
+                assert one.arm is not None
+                for arm, seeds in ((self.base, self.seeds), (one.arm, result["seeds"])):
+                    for seed in range(seeds):
+                        self.train(arm, seed, last)
+                sign = 1 if better_direction(one.metric) == "higher" else -1
+                values, base = (
+                    self.values(name, seeds, one.metric, last)
+                    for name, seeds in ((one.key, result["seeds"]), ("base", self.seeds))
+                )
+                gain = Gain.of(values, base, base, sign)
+                level = self.risk * share(one.n) / len(self.schedule)
+                result |= {
+                    "shown_at": result["step"],
+                    "step": last,
+                    "gain": gain.value,
+                    "interval": [*gain.bounds(level)],
+                }
+                result |= {"decision": "keep", "reason": "better than the base"}
+                if not gain.value > 0:
+                    result |= {"decision": "discard", "reason": f"better at step {result['shown_at']}, not at its end"}
+                kept = one.text if result["decision"] == "keep" else ""
+            self._record([one], [result])
+
+    def _record(self, proposals: Sequence[Proposal], results: Sequence[dict[str, Any]]) -> None:
+        """Write results, with their costs so far, to the ledger, and print them."""
+        for one, result in zip(proposals, results, strict=True):
+            runs = [self.run_dir(one.key, seed) for seed in range(result["seeds"])]
+            trained = [RunSummary(run) for run in runs if (run / "metrics.jsonl").exists()]
+            result["steps"] = sum(run.history.step for run in trained)
+            result["seconds"] = round(sum(run.duration_s for run in trained), 1)
+            one.results.append(result)
+        if results:
+            self.ledger.append(results)
+        for result in results:
+            print(printable(result_line(result)), flush=True)
+
+    # --- runs ----------------------------------------------------------------------------------------------------
+
+    def run_dir(self, key: str, seed: int) -> Path:
+        """Return the folder of a run from its `seed`-th initial weights, by the key of its arm or "base"."""
+        return self.folder / f"{key}-{seed}"
+
+    def values(self, key: str, seeds: int, metric: str, step: int) -> np.ndarray:
+        """Return the metric of the first runs of an arm at a step, as reports have it; NaN where it is not finite."""
+        runs = [RunSummary(self.run_dir(key, seed)).final_values(step) for seed in range(seeds)]
+        if key == "base" and (lacking := next((run for run in runs if metric not in run), None)) is not None:
+            names = [name for name in lacking if better_direction(name) and name.startswith(METRICS)]
+            raise ConfigError(f"--metric: expected one of {', '.join(names)} at step {step}, found {metric}")
+        return np.array([run.get(metric, math.nan) for run in runs])
+
+    def train(self, arm: Arm, seed: int, step: int) -> None:
+        """Train a run up to a step by processes of the launcher, and save it; a run that fails is an `MmldlmError`."""
+        run_dir = self.run_dir("base" if arm is self.base else arm.key, seed)
+        if reached(run_dir) >= step:
+            return
+        if time.monotonic() > self.deadline:
+            raise StoppedBySignal(f"--budget: its hours are over; {CONTINUE}")
+        settings = self.base.settings
+        first = settings["run.seed"] if settings["run.init_seed"] is None else settings["run.init_seed"]
+        words = shlex.split(self.launch) if self.launch else [sys.executable]
+        if arm.tree is not None:  # the launcher's files are relative to another folder
+            words = [str(Path(word).absolute()) if Path(word).is_file() else word for word in words]
+        words += ["-m", "mmldlm.train", *arm.arguments, f"run.dir={run_dir}", f"run.init_seed={first + seed}"]
+        run_dir.mkdir(parents=True, exist_ok=True)
+        log = run_dir / "race.log"
+        with log.open("wb") as output, stop_at_signals(CONTINUE):
+            try:
+                process = subprocess.Popen(
+                    [*words, f"--stop-at={step}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    cwd=arm.tree,
+                    env=environment(arm.tree),
+                )
+            except OSError as error:
+                raise UsageError(f"--launch: expected a command, found {words[0]}: {error.strerror}") from None
+            try:
+                code = process.wait()
+            except BaseException:  # a signal: the run saves before this process ends
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+                raise
+        if reached(run_dir) >= step:
+            return
+        exits = History(run_dir).exits if (run_dir / "exit.json").exists() else []
+        code = exits[0].code if exits and self.launch and code == 1 else code  # launchers have one code for all
+        code = ExitCode.PEER_LOST if code < 0 or code >= 128 else code  # a signal that is not the arm's fault
+        cause = last_line(log.read_text(encoding="utf-8", errors="replace")).removeprefix("mmldlm: error: ")
+        text = f"{arm.text}: exit code {code} at its training: {cause} ({log})"
+        raise error_from_exit_code(code, text)
+
+
+def reached(run_dir: Path) -> int:
+    """Return the step at which a run has saved and ended last; 0 if it never did."""
+    if not (run_dir / "metrics.jsonl").exists():
+        return 0
+    return max((record["step"] for record in History(run_dir).by_kind("end")), default=0)
+
+
+def result_line(result: dict[str, Any]) -> str:
+    """Return a result for the terminal."""
+    decision = f"{result['decision'] or 'undecided'}{', ' if result['reason'] else ''}{result['reason']}"
+    line = f"{result['n']}. {result['arm']}: {decision}"
+    if result["gain"] is None:
+        return line
+    low, high = (f"{100 * bound:+.3g}" for bound in result["interval"])
+    runs = "a run" if result["seeds"] == 1 else f"{result['seeds']} runs"
+    return f"{line}; {result['metric']} better by {100 * result['gain']:+.3g} % [{low}, {high}] at step {result['step']:,} of {runs}"
