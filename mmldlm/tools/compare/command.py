@@ -81,7 +81,7 @@ def _read(options: argparse.Namespace) -> Comparison:
     if len(groups) != 2:
         names = ", ".join(group.title for group in groups)
         raise UsageError(f"expected two runs, or runs of two configs; found those of {len(groups)}: {names}")
-    return Comparison(*groups, options.over_seeds, options.steps, options.loss, options.at_least)
+    return Comparison(groups[0], groups[1], options.over_seeds, options.steps, options.loss, options.at_least)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -83,7 +83,7 @@ class Arm:
         return settings | ({"git": self.text.removeprefix(GIT)} if self.tree else {})
 
     def metric(self, metric: str, base: Arm) -> str:
-        """Return the metric by which the arm is compared with the base: `metric`, or the bound where that means another.
+        """Return the metric to compare the arm with the base by: `metric`, or the bound where `metric` means another.
 
         If there is none, that is a `ConfigError`.
         """

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from mmldlm.errors import ConfigError, ExitCode, UsageError
 from mmldlm.tools.compare.command import fraction, positive
@@ -18,7 +19,7 @@ from mmldlm.utils.lock import RunLock
 from mmldlm.utils.printable import printable
 
 # Options that the ledger has for each base, and what they are unless given.
-_OPTIONS = {"metric": "loss/total", "risk": 0.05, "at_least": 0.002, "seeds": 12, "looks": 3, "launch": ""}
+_OPTIONS = {"metric": "loss/total", "risk": 0.05, "at_least": 0.002, "seeds": 16, "looks": 3, "launch": ""}
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -39,7 +40,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--risk", type=fraction, metavar="X%", help="probability that anything is kept by luck, in all the ledger (5%%)"
     )
     add("--at-least", type=fraction, metavar="X%", help="smallest gain that matters (0.2%%)")
-    add("--seeds", type=positive, metavar="N", help="initial weights from which the base shows its luck (12)")
+    add("--seeds", type=positive, metavar="N", help="initial weights from which the base shows its luck (16)")
     add("--looks", type=positive, metavar="N", help="at train.steps, half of it, ... (3); 1: at the end alone")
     add("--launch", metavar="WORDS", help="launcher, such as 'accelerate launch --config_file FILE'")
     add("--budget", type=float, default=math.inf, metavar="HOURS", help="stop after the turn in which they are over")
@@ -95,11 +96,24 @@ def _proposals(options: argparse.Namespace, ledger: Ledger, base: Arm, folder: P
             if metric != options.metric:
                 print(printable(f"{arm.text}: compared by {metric}, since it changes what {options.metric} means"))
             n = len(ledger.of_kind("proposal")) + 1
-            line = {"kind": "proposal", "n": n, "arm": arm.text, "key": arm.key, "base": base.key, "metric": metric}
+            line: dict[str, Any] = {
+                "kind": "proposal",
+                "n": n,
+                "arm": arm.text,
+                "key": arm.key,
+                "base": base.key,
+                "metric": metric,
+            }
             ledger.append([line | {"changes": arm.changes(base)}])
-    proposals = []
-    for line in ledger.of_kind("proposal", base=base.key):
-        one = Proposal(line["n"], line["key"], line["arm"], line["metric"], ledger.of_kind("result", n=line["n"]))
+            if not arm.changes(base):
+                line |= {"kind": "result", "step": 0, "seeds": 0, "gain": None, "interval": None, "better": False}
+                line |= {"decision": "no change", "reason": "no setting differs", "steps": 0, "seconds": 0.0}
+                print(printable(result_line(line)))
+                ledger.append([line])
+    proposals: list[Proposal] = []
+    for given in ledger.of_kind("proposal", base=base.key):
+        results = ledger.of_kind("result", n=given["n"])
+        one = Proposal(given["n"], given["key"], given["arm"], given["metric"], results)
         if not one.decision:
             one.arm = Arm.parse(one.text, base, folder)
             if one.arm.key != one.key:

@@ -32,9 +32,8 @@ class Ledger:
                 self.lines.append(dict(json.loads(line)))
                 self.lines[-1]["kind"]
             except (ValueError, TypeError, KeyError):
-                raise DataError(
-                    f"{path}: line {number}: expected a line of `mmldlm race`, found {short_repr(line.decode(errors='replace'))}"
-                ) from None
+                found = short_repr(line.decode(errors="replace"))
+                raise DataError(f"{path}: line {number}: expected one of `mmldlm race`, found {found}") from None
 
     def of_kind(self, kind: str, **values: Any) -> list[dict[str, Any]]:
         """Return the lines of a kind that have these values."""

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -57,6 +57,16 @@ class Proposal:
         return self.results[-1]["decision"] if self.results else ""
 
     @property
+    def sign(self) -> int:
+        """1 if higher values of the metric are better, -1 if lower ones."""
+        return 1 if better_direction(self.metric) == "higher" else -1
+
+    def was_at(self, step: int, seeds: int) -> bool:
+        """Return whether the proposal has a result at a step of so many runs."""
+        looks = [(result["step"], result["seeds"]) for result in self.results if result["gain"] is not None]
+        return (step, seeds) in looks
+
+    @property
     def is_better(self) -> bool:
         """True if a look has shown it to be better than the base."""
         return any(result["better"] for result in self.results)
@@ -84,9 +94,12 @@ class Race:
             due = [one for one in racing if len(one.results) == look and (is_contest or not one.is_better)]
             for number in range(self.seeds if due else 0):
                 self.train(self.base, number, step)
-            results = self._results(look, due, [one for one in proposals if len(one.results) > look])
-            self._record(due, results)
-        self._finish([one for one in proposals if not one.decision])
+            failures = {one.n: reason for one in due if (reason := self._try(one, seed, step))}
+            others = [one for one in proposals if one not in due and one.was_at(step, seed + 1)]
+            self._record(due, self._results(look, due, others, failures))
+        self._finish(
+            [one for one in proposals if not one.decision], [one for one in proposals if one.decision == "keep"]
+        )
 
     @cached_property
     def schedule(self) -> list[tuple[int, int]]:
@@ -100,53 +113,60 @@ class Race:
 
     # --- decisions ---------------------------------------------------------------------------------------------
 
-    def _results(self, look: int, due: Sequence[Proposal], others: Sequence[Proposal]) -> list[dict[str, Any]]:
-        """Train the proposals that are due at a look, and return their results; `others` had theirs."""
+    def _try(self, one: Proposal, seed: int, step: int) -> str:
+        """Train the run of a proposal; return why that failed, if it is the arm's fault."""
+        assert one.arm is not None
+        try:
+            self.train(one.arm, seed, step)
+        except MmldlmError as error:
+            if error.exit_code not in _FAULTS:
+                raise
+            return str(error)
+        return ""
+
+    def _results(
+        self, look: int, due: Sequence[Proposal], others: Sequence[Proposal], failures: Mapping[int, str]
+    ) -> list[dict[str, Any]]:
+        """Return the results of the proposals that are due at a look; `others` had theirs."""
         step, seed = self.schedule[look]
-        failures: dict[int, str] = {}
-        for one in due:
-            assert one.arm is not None
-            try:
-                self.train(one.arm, seed, step)
-            except MmldlmError as error:
-                if error.exit_code not in _FAULTS:
-                    raise
-                failures[one.n] = str(error)
+        is_last, is_end = look == len(self.schedule) - 1, step == self.schedule[-1][0]
+        base = {one.metric: self.values("base", self.seeds, one.metric, step) for one in due}
         values = {
-            one.n: self.values(one.key, seed + 1, one.metric, step)
-            for one in (*due, *others)
-            if one.n not in failures and not (one.decision == "failed" and len(one.results) == look + 1)
+            one.n: self.values(one.key, seed + 1, one.metric, step) for one in (*due, *others) if one.n not in failures
         }
-        values = {n: numbers for n, numbers in values.items() if np.isfinite(numbers).all()}
         results = []
         for one in due:
             result: dict[str, Any] = {"kind": "result", "n": one.n, "arm": one.text, "metric": one.metric, "step": step}
             result |= {"seeds": seed + 1, "gain": None, "interval": None, "better": False, "decision": "failed"}
-            if one.n not in values:
-                results.append(result | {"reason": failures.get(one.n, f"{one.metric} is not finite")})
+            results.append(result)
+            if one.n in failures or not np.isfinite(values[one.n]).all():
+                result["reason"] = failures.get(one.n, f"{one.metric} is not finite at step {step}")
                 continue
-            sign = 1 if better_direction(one.metric) == "higher" else -1
-            base = self.values("base", self.seeds, one.metric, step)
-            gain, level = Gain.of(values[one.n], base, base, sign), self.risk * share(one.n) / len(self.schedule)
-            rivals = [other for other in (*due, *others) if other.metric == one.metric and other.n in values]
-            best = max(rivals, key=lambda other: sign * float(values[other.n].mean()))
-            ahead = [("the base", gain)]
+            gain = Gain.of(values[one.n], base[one.metric], base[one.metric], one.sign)
+            bounds = gain.bounds(self._risk(one))
+            result |= {"gain": gain.value, "interval": [*bounds], "better": bounds[0] > 0, "decision": "", "reason": ""}
+            leads = {"the base": gain}
+            rivals = [
+                other
+                for other in (*due, *others)
+                if other.metric == one.metric and other.n in values and np.isfinite(values[other.n]).all()
+            ]
+            best = max(rivals, key=lambda other: other.sign * float(values[other.n].mean()))
             if best is not one:
-                ahead.append((best.text, Gain.of(values[one.n], values[best.n], base, sign)))
-            ahead = [(name, lead) for name, lead in ahead if lead.bounds(DROP_RISK)[1] < self.at_least]
-            decision, reason = "", ""
+                leads[best.text] = Gain.of(values[one.n], values[best.n], base[one.metric], one.sign)
+            behind = [name for name, lead in leads.items() if lead.bounds(DROP_RISK)[1] < self.at_least]
             if seed == 0 and self._is_equal(one.key):
-                # Until the end, as a schedule may still part them.
-                if step == self.schedule[-1][0]:
-                    decision, reason = "no change", "all its numbers are those of the base"
-            elif ahead:
-                decision, reason = "discard", f"not better than {ahead[-1][0]} by {100 * self.at_least:g} %"
-            elif look == len(self.schedule) - 1 and gain.bounds(level)[0] <= 0:
-                decision, reason = "discard", f"open after {MAX_SEEDS} runs"
-            low, high = gain.bounds(level)
-            result |= {"gain": gain.value, "interval": [low, high], "better": low > 0}
-            results.append(result | {"decision": decision, "reason": reason})
+                # A schedule may still part them, so only at the end.
+                result |= {"decision": "no change", "reason": "all its numbers are those of the base"} if is_end else {}
+            elif behind:
+                result |= {"decision": "discard", "reason": f"not {100 * self.at_least:g} % better than {behind[-1]}"}
+            elif is_last and not result["better"]:
+                result |= {"decision": "open", "reason": f"neither after {MAX_SEEDS} runs"}
         return results
+
+    def _risk(self, one: Proposal) -> float:
+        """Return the risk of either bound at each look at a proposal."""
+        return self.risk * share(one.n) / len(self.schedule)
 
     def _is_equal(self, key: str) -> bool:
         """Return whether an arm's first run has the numbers of the base's so far."""
@@ -158,35 +178,29 @@ class Race:
             for a, b in zip(*curves, strict=True)
         )
 
-    def _finish(self, better: Sequence[Proposal]) -> None:
-        """Train the best of the proposals that are better than the base to its end; keep it if it is better there."""
-        kept = ""
-        last = self.schedule[-1][0]
-        for one in sorted(better, key=lambda one: -one.results[-1]["gain"]):
-            result = {**one.results[-1], "decision": "better", "reason": f"better than the base, but kept is {kept}"}
-            if not kept:
-                assert one.arm is not None
-                for arm, seeds in ((self.base, self.seeds), (one.arm, result["seeds"])):
-                    for seed in range(seeds):
-                        self.train(arm, seed, last)
-                sign = 1 if better_direction(one.metric) == "higher" else -1
-                values, base = (
-                    self.values(name, seeds, one.metric, last)
-                    for name, seeds in ((one.key, result["seeds"]), ("base", self.seeds))
-                )
-                gain = Gain.of(values, base, base, sign)
-                level = self.risk * share(one.n) / len(self.schedule)
-                result |= {
-                    "shown_at": result["step"],
-                    "step": last,
-                    "gain": gain.value,
-                    "interval": [*gain.bounds(level)],
-                }
-                result |= {"decision": "keep", "reason": "better than the base"}
-                if not gain.value > 0:
-                    result |= {"decision": "discard", "reason": f"better at step {result['shown_at']}, not at its end"}
-                kept = one.text if result["decision"] == "keep" else ""
-            self._record([one], [result])
+    def _finish(self, better: Sequence[Proposal], kept: Sequence[Proposal]) -> None:
+        """Train the best of the proposals that are better than the base to its end; keep it if it is the best there."""
+        to_beat = max([0.0, *(one.results[-1]["gain"] for one in kept)])
+        winner, last, results = "", self.schedule[-1][0], []
+        better = sorted(better, key=lambda one: -one.results[-1]["gain"])
+        for one in better:
+            result = {**one.results[-1], "decision": "better", "reason": f"better than the base; {winner} is kept"}
+            results.append(result)
+            if winner:
+                continue
+            assert one.arm is not None
+            for arm, seeds in ((self.base, self.seeds), (one.arm, result["seeds"])):
+                for seed in range(seeds):
+                    self.train(arm, seed, last)
+            base = self.values("base", self.seeds, one.metric, last)
+            gain = Gain.of(self.values(one.key, result["seeds"], one.metric, last), base, base, one.sign)
+            result |= {"gain": gain.value, "interval": [*gain.bounds(self._risk(one))], "shown_at": result["step"]}
+            result |= {"step": last, "decision": "keep", "reason": "better than the base"}
+            if gain.value > to_beat:
+                winner = one.text
+            else:
+                result |= {"decision": "discard", "reason": "better than the base before, not the best at the end"}
+        self._record(better, results)
 
     def _record(self, proposals: Sequence[Proposal], results: Sequence[dict[str, Any]]) -> None:
         """Write results, with their costs so far, to the ledger, and print them."""
@@ -273,4 +287,5 @@ def result_line(result: dict[str, Any]) -> str:
         return line
     low, high = (f"{100 * bound:+.3g}" for bound in result["interval"])
     runs = "a run" if result["seeds"] == 1 else f"{result['seeds']} runs"
-    return f"{line}; {result['metric']} better by {100 * result['gain']:+.3g} % [{low}, {high}] at step {result['step']:,} of {runs}"
+    gain = f"better by {100 * result['gain']:+.3g} % [{low}, {high}]"
+    return f"{line}; {result['metric']} {gain} at step {result['step']:,} of {runs}"

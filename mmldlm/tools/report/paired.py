@@ -138,13 +138,14 @@ def pairing(a: History, b: History) -> str:
             config = {key: value for key, value in config.items() if not key.startswith(_DATA)} | {_DATA[0]: store}
         settings.append(config)
 
-    if order := changed_settings(*settings, ORDER):
+    first, second = settings
+    if order := changed_settings(first, second, ORDER):
         values = (f"{key} is {' and '.join(str(config.get(key)) for config in settings)}" for key in order)
         return f"not paired because {', '.join(values)}"
-    noise = [(what, changed_settings(*settings, [group])) for group, what in _NOISE.items()]
+    noise = [(what, changed_settings(first, second, [group])) for group, what in _NOISE.items()]
     parts = [f"{what} ({', '.join(keys)})" for what, keys in noise if keys]
     line = f"paired except {', '.join(parts)}" if parts else "paired: the same samples, noise and masks in every step"
-    return line + (f"; other losses ({', '.join(loss)})" if (loss := changed_settings(*settings, LOSS)) else "")
+    return line + (f"; other losses ({', '.join(loss)})" if (loss := changed_settings(first, second, LOSS)) else "")
 
 
 def changed_settings(first: Mapping[str, Any], second: Mapping[str, Any], groups: Collection[str]) -> list[str]:
