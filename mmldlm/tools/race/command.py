@@ -11,7 +11,7 @@ from typing import Any
 
 from mmldlm.errors import ConfigError, ExitCode, UsageError
 from mmldlm.tools.compare.command import fraction, positive
-from mmldlm.tools.race.arms import Arm
+from mmldlm.tools.race.arms import BOUND, Arm
 from mmldlm.tools.race.ledger import Ledger
 from mmldlm.tools.race.race import METRICS, Proposal, Race, result_line
 from mmldlm.tools.report.run_summary import better_direction
@@ -19,7 +19,7 @@ from mmldlm.utils.lock import RunLock
 from mmldlm.utils.printable import printable
 
 # Options that the ledger has for each base, and what they are unless given.
-_OPTIONS = {"metric": "loss/total", "risk": 0.05, "at_least": 0.002, "seeds": 16, "looks": 3, "launch": ""}
+_OPTIONS = {"metric": BOUND, "risk": 0.05, "at_least": 0.002, "seeds": 16, "looks": 3, "launch": ""}
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -35,7 +35,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("arms", nargs="*", metavar="ARM", help="key=value,key=value, a config file, or git:REVISION")
     add("--add", action="append", default=[], metavar="ARM", help="another arm, to continue a ledger with")
     add("--ledger", type=Path, metavar="FILE", help="ledger (RUN-race/experiments.jsonl by run.dir of the base)")
-    add("--metric", help="metric of the decisions, of loss/, accuracy/, validation/ or quality/ (loss/total)")
+    add("--metric", help="metric of the decisions, of loss/, accuracy/, validation/ or quality/ (validation/text_l2t)")
     add(
         "--risk", type=fraction, metavar="X%", help="probability that anything is kept by luck, in all the ledger (5%%)"
     )
