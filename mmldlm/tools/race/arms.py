@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -126,7 +127,8 @@ def _of_revision(text: str, base: Arm, folder: Path) -> Arm:
     root = Path(_git(text, "rev-parse", "--show-toplevel"))
     tree = folder / commit[:12]
     # What a kill has left, or somebody has changed, is checked out again.
-    if not tree.is_dir() or _git(text, "-C", str(tree), "status", "--porcelain", "--ignored=no"):
+    if not tree.is_dir() or _git(text, "-C", str(tree), "status", "--porcelain", "--untracked-files=no"):
+        shutil.rmtree(tree, ignore_errors=True)
         _git(text, "worktree", "prune")
         _git(text, "worktree", "add", "--force", "--detach", str(tree), commit)
     path = Path(base.arguments[0])

@@ -7,13 +7,12 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from mmldlm.errors import ConfigError, ExitCode, UsageError
 from mmldlm.tools.compare.command import fraction, positive
 from mmldlm.tools.race.arms import BOUND, Arm
 from mmldlm.tools.race.ledger import Ledger
-from mmldlm.tools.race.race import METRICS, Proposal, Race, result_line
+from mmldlm.tools.race.race import METRICS, NO_RESULT, Proposal, Race, result_line
 from mmldlm.tools.report.run_summary import better_direction
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.printable import printable
@@ -36,9 +35,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--add", action="append", default=[], metavar="ARM", help="another arm, to continue a ledger with")
     add("--ledger", type=Path, metavar="FILE", help="ledger (RUN-race/experiments.jsonl by run.dir of the base)")
     add("--metric", help="metric of the decisions, of loss/, accuracy/, validation/ or quality/ (validation/text_l2t)")
-    add(
-        "--risk", type=fraction, metavar="X%", help="probability that anything is kept by luck, in all the ledger (5%%)"
-    )
+    add("--risk", type=fraction, metavar="X%", help="probability that luck alone is kept, in all the ledger (5%%)")
     add("--at-least", type=fraction, metavar="X%", help="smallest gain that matters (0.2%%)")
     add("--seeds", type=positive, metavar="N", help="initial weights from which the base shows its luck (16)")
     add("--looks", type=positive, metavar="N", help="at train.steps, half of it, ... (3); 1: at the end alone")
@@ -61,64 +58,53 @@ def _open(options: argparse.Namespace, path: Path) -> tuple[Ledger, Arm]:
     base = Arm.base(Path(races[-1]["base"] if options.base is None else options.base).absolute())
     same = ledger.of_kind("race", key=base.key)
     if options.base is None and not same:
-        raise ConfigError(f"{base.arguments[0]}: expected as in {ledger.path}, found other settings or code; name it")
+        raise ConfigError(f"{base.arguments[0]}: expected as in {path}, found other settings or code; name it")
     for name, default in _OPTIONS.items():
-        # The risk is that of the whole ledger.
-        known = same or (ledger.of_kind("race") if name == "risk" else [])
-        value = known[-1][name] if known else default
-        if getattr(options, name) is None:
-            setattr(options, name, value)
-        elif known and getattr(options, name) != value:
-            raise UsageError(
-                f"--{name.replace('_', '-')}: expected {value} as in {ledger.path}, found {getattr(options, name)}"
-            )
-    if not options.metric.startswith(tuple(f"{group}/" for group in METRICS)) or not better_direction(options.metric):
-        raise UsageError(
-            f"--metric: expected a metric of {', '.join(METRICS)} that has a better side, found {options.metric}"
-        )
+        known = same or (races if name == "risk" else [])  # the risk is that of the whole ledger
+        value, given = known[-1][name] if known else default, getattr(options, name)
+        if known and given not in (None, value):
+            raise UsageError(f"--{name.replace('_', '-')}: expected {value} as in {path}, found {given}")
+        setattr(options, name, value if given is None else given)
+    if options.metric.partition("/")[0] not in METRICS or not better_direction(options.metric):
+        raise UsageError(f"--metric: expected one of {', '.join(METRICS)} with a better side, found {options.metric}")
     if options.seeds < 3 or not options.risk:
         raise UsageError(f"expected --seeds 3 and a --risk above 0, at least, found {options.seeds} and {options.risk}")
     if not same:
-        header = {name: getattr(options, name) for name in _OPTIONS}
-        ledger.append([{"kind": "race", "base": base.arguments[0], "key": base.key, **header}])
+        header = {"kind": "race", "base": base.arguments[0], "key": base.key}
+        ledger.append([header | {name: getattr(options, name) for name in _OPTIONS}])
     return ledger, base
 
 
 def _proposals(options: argparse.Namespace, ledger: Ledger, base: Arm, folder: Path) -> list[Proposal]:
     """Return all proposals for the base; those of the command line that are new get a line of the ledger."""
-    for arm in [Arm.parse(text, base, folder) for text in dict.fromkeys([*options.arms, *options.add])]:
+    arms = [Arm.parse(text, base, folder) for text in dict.fromkeys([*options.arms, *options.add])]
+    metrics = [arm.metric(options.metric, base) for arm in arms]
+    for arm, metric in zip(arms, metrics, strict=True):
         known = ledger.of_kind("proposal", key=arm.key)
-        results = ledger.of_kind("result", n=known[0]["n"]) if known else []
-        if results and results[-1]["decision"]:
-            print(printable(f"{ledger.path}: has it already: {result_line(results[-1])}"))
-        elif not known:
-            metric = arm.metric(options.metric, base)
-            if metric != options.metric:
-                print(printable(f"{arm.text}: compared by {metric}, since it changes what {options.metric} means"))
-            n = len(ledger.of_kind("proposal")) + 1
-            line: dict[str, Any] = {
-                "kind": "proposal",
-                "n": n,
-                "arm": arm.text,
-                "key": arm.key,
-                "base": base.key,
-                "metric": metric,
-            }
-            ledger.append([line | {"changes": arm.changes(base)}])
-            if not arm.changes(base):
-                line |= {"kind": "result", "step": 0, "seeds": 0, "gain": None, "interval": None, "better": False}
-                line |= {"decision": "no change", "reason": "no setting differs", "steps": 0, "seconds": 0.0}
-                print(printable(result_line(line)))
-                ledger.append([line])
-    proposals: list[Proposal] = []
-    for given in ledger.of_kind("proposal", base=base.key):
-        results = ledger.of_kind("result", n=given["n"])
-        one = Proposal(given["n"], given["key"], given["arm"], given["metric"], results)
+        if metric != options.metric:
+            print(printable(f"{arm.text}: compared by {metric}, since it changes what {options.metric} means"))
+        if known:
+            results = ledger.of_kind("result", n=known[0]["n"])[-1:]
+            lines = [f"{ledger.path}: has it already: {result_line(line)}" for line in results if line["decision"]]
+            print(*map(printable, lines), sep="\n", end="\n" if lines else "")
+            continue
+        line = {"kind": "proposal", "n": len(ledger.of_kind("proposal")) + 1, "arm": arm.text, "metric": metric}
+        changes = arm.changes(base)
+        ledger.append([line | {"key": arm.key, "base": base.key, "changes": changes}])
+        if not changes:
+            line |= {**NO_RESULT, "decision": "no change", "reason": "no setting differs", "steps": 0, "seconds": 0.0}
+            print(printable(result_line(line)))
+            ledger.append([line])
+    proposals = [
+        Proposal(line, ledger.of_kind("result", n=line["n"])) for line in ledger.of_kind("proposal", base=base.key)
+    ]
+    for one in proposals:
         if not one.decision:
-            one.arm = Arm.parse(one.text, base, folder)
-            if one.arm.key != one.key:
-                raise ConfigError(f"{one.text}: expected as proposal {one.n} of {ledger.path}, found a change")
-        proposals.append(one)
+            one.arm = Arm.parse(one.line["arm"], base, folder)
+            if one.arm.key != one.line["key"]:
+                raise ConfigError(
+                    f"{one.arm.text}: expected as proposal {one.line['n']} of {ledger.path}, found a change"
+                )
     return proposals
 
 

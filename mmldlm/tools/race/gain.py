@@ -47,20 +47,17 @@ class Gain:
     degrees: int
 
     @classmethod
-    def of(cls, arm: np.ndarray, reference: np.ndarray, base: np.ndarray, sign: int) -> Gain:
+    def of(cls, arm: np.ndarray, reference: np.ndarray, base: np.ndarray, higher: bool = False) -> Gain:
         """Return the gain by the values of runs, from at least two initial weights in `base`.
 
-        The variance is pooled over all configs (Student's t-test of two samples).
-
-        Args:
-            sign: 1 if higher values are better, -1 if lower ones.
+        The variance is pooled over all configs (Student's t-test of two samples); `higher` values are better, or lower.
         """
         groups = (arm, base) if reference is base else (arm, reference, base)
         degrees = sum(len(group) - 1 for group in groups)
         variance = sum(float(((group - group.mean()) ** 2).sum()) for group in groups) / degrees
-        scale = abs(float(reference.mean()))
-        error = math.sqrt(variance * (1 / len(arm) + 1 / len(reference))) / scale
-        return cls(sign * float(arm.mean() - reference.mean()) / scale, error, degrees)
+        scale = abs(float(reference.mean())) * (1 if higher else -1)
+        error = math.sqrt(variance * (1 / len(arm) + 1 / len(reference))) / abs(scale)
+        return cls(float(arm.mean() - reference.mean()) / scale, error, degrees)
 
     def bounds(self, risk: float) -> tuple[float, float]:
         """Return bounds of the gain, each of which is wrong with probability `risk`."""

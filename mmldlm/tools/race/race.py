@@ -40,14 +40,15 @@ METRICS = ("loss", "accuracy", "validation", "quality")  # groups of metrics of 
 _FAULTS = (1, ExitCode.USAGE, ExitCode.CONFIG, ExitCode.DATA, ExitCode.NUMERICAL)
 
 
+# The line of a result of nothing.
+NO_RESULT = {"kind": "result", "step": 0, "seeds": 0, "values": [], "gain": None, "interval": None, "better": False}
+
+
 @dataclass
 class Proposal:
-    """An arm by its number in the ledger, its metric, and the lines of its results so far."""
+    """An arm by its line of the ledger, and the lines of its results so far."""
 
-    n: int
-    key: str
-    text: str
-    metric: str
+    line: Mapping[str, Any]
     results: list[dict[str, Any]] = field(default_factory=list)
     arm: Arm | None = None  # of one that is undecided
 
@@ -55,16 +56,6 @@ class Proposal:
     def decision(self) -> str:
         """The decision, "" while there is none."""
         return self.results[-1]["decision"] if self.results else ""
-
-    @property
-    def sign(self) -> int:
-        """1 if higher values of the metric are better, -1 if lower ones."""
-        return 1 if better_direction(self.metric) == "higher" else -1
-
-    def was_at(self, step: int, seeds: int) -> bool:
-        """Return whether the proposal has a result at a step of so many runs."""
-        looks = [(result["step"], result["seeds"]) for result in self.results if result["gain"] is not None]
-        return (step, seeds) in looks
 
     @property
     def is_better(self) -> bool:
@@ -85,6 +76,7 @@ class Race:
     looks: int
     launch: str
     deadline: float
+    base_values: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
 
     def run(self, proposals: Sequence[Proposal]) -> None:
         """Train and decide the proposals for this base, of which some may be decided."""
@@ -92,14 +84,17 @@ class Race:
             racing = [one for one in proposals if not one.decision]
             is_contest = len(racing) > 1 and seed == 0  # of arms that are better than the base, for the best
             due = [one for one in racing if len(one.results) == look and (is_contest or not one.is_better)]
+            earlier = [line for one in proposals if one not in due for line in one.results]
             for number in range(self.seeds if due else 0):
                 self.train(self.base, number, step)
-            failures = {one.n: reason for one in due if (reason := self._try(one, seed, step))}
-            others = [one for one in proposals if one not in due and one.was_at(step, seed + 1)]
-            self._record(due, self._results(look, due, others, failures))
-        self._finish(
-            [one for one in proposals if not one.decision], [one for one in proposals if one.decision == "keep"]
-        )
+            lines = [self._measure(one, seed, step) for one in due]
+            for one, line in zip(due, lines, strict=True):
+                if line["values"]:
+                    rivals = [other for other in (*lines, *earlier) if other["values"] and _at(other) == _at(line)]
+                    self._judge(one, line, rivals, is_last=look == len(self.schedule) - 1)
+            self._record(due, lines)
+        kept = [one.results[-1]["gain"] for one in proposals if one.decision == "keep"]
+        self._finish([one for one in proposals if not one.decision], max([0.0, *kept]))
 
     @cached_property
     def schedule(self) -> list[tuple[int, int]]:
@@ -113,60 +108,47 @@ class Race:
 
     # --- decisions ---------------------------------------------------------------------------------------------
 
-    def _try(self, one: Proposal, seed: int, step: int) -> str:
-        """Train the run of a proposal; return why that failed, if it is the arm's fault."""
+    def _measure(self, one: Proposal, seed: int, step: int) -> dict[str, Any]:
+        """Train a proposal to a step, and return the line of its result; it has failed if that is the arm's fault."""
+        metric = one.line["metric"]
+        line = {key: one.line[key] for key in ("n", "arm", "metric")} | {**NO_RESULT, "step": step, "seeds": seed + 1}
         assert one.arm is not None
         try:
             self.train(one.arm, seed, step)
         except MmldlmError as error:
             if error.exit_code not in _FAULTS:
                 raise
-            return str(error)
-        return ""
+            return line | {"decision": "failed", "reason": str(error)}
+        values = self.values(one.line["key"], seed + 1, metric, step)
+        if not np.isfinite(values).all():
+            return line | {"decision": "failed", "reason": f"{metric} is not finite at step {step}"}
+        return line | {"values": values.tolist(), "decision": "", "reason": ""}
 
-    def _results(
-        self, look: int, due: Sequence[Proposal], others: Sequence[Proposal], failures: Mapping[int, str]
-    ) -> list[dict[str, Any]]:
-        """Return the results of the proposals that are due at a look; `others` had theirs."""
-        step, seed = self.schedule[look]
-        is_last, is_end = look == len(self.schedule) - 1, step == self.schedule[-1][0]
-        base = {one.metric: self.values("base", self.seeds, one.metric, step) for one in due}
-        values = {
-            one.n: self.values(one.key, seed + 1, one.metric, step) for one in (*due, *others) if one.n not in failures
-        }
-        results = []
-        for one in due:
-            result: dict[str, Any] = {"kind": "result", "n": one.n, "arm": one.text, "metric": one.metric, "step": step}
-            result |= {"seeds": seed + 1, "gain": None, "interval": None, "better": False, "decision": "failed"}
-            results.append(result)
-            if one.n in failures or not np.isfinite(values[one.n]).all():
-                result["reason"] = failures.get(one.n, f"{one.metric} is not finite at step {step}")
-                continue
-            gain = Gain.of(values[one.n], base[one.metric], base[one.metric], one.sign)
-            bounds = gain.bounds(self._risk(one))
-            result |= {"gain": gain.value, "interval": [*bounds], "better": bounds[0] > 0, "decision": "", "reason": ""}
-            leads = {"the base": gain}
-            rivals = [
-                other
-                for other in (*due, *others)
-                if other.metric == one.metric and other.n in values and np.isfinite(values[other.n]).all()
-            ]
-            best = max(rivals, key=lambda other: other.sign * float(values[other.n].mean()))
-            if best is not one:
-                leads[best.text] = Gain.of(values[one.n], values[best.n], base[one.metric], one.sign)
-            behind = [name for name, lead in leads.items() if lead.bounds(DROP_RISK)[1] < self.at_least]
-            if seed == 0 and self._is_equal(one.key):
-                # A schedule may still part them, so only at the end.
-                result |= {"decision": "no change", "reason": "all its numbers are those of the base"} if is_end else {}
-            elif behind:
-                result |= {"decision": "discard", "reason": f"not {100 * self.at_least:g} % better than {behind[-1]}"}
-            elif is_last and not result["better"]:
-                result |= {"decision": "open", "reason": f"neither after {MAX_SEEDS} runs"}
-        return results
+    def _gain(self, line: Mapping[str, Any], rival: Mapping[str, Any] | None = None) -> Gain:
+        """Return the gain of a result over the base, or over another result of the same look."""
+        at = line["metric"], line["step"]
+        if at not in self.base_values:
+            self.base_values[at] = self.values("base", self.seeds, *at)
+        base = self.base_values[at]
+        reference = base if rival is None else np.array(rival["values"])
+        return Gain.of(np.array(line["values"]), reference, base, better_direction(line["metric"]) == "higher")
 
-    def _risk(self, one: Proposal) -> float:
-        """Return the risk of either bound at each look at a proposal."""
-        return self.risk * share(one.n) / len(self.schedule)
+    def _judge(self, one: Proposal, line: dict[str, Any], rivals: Sequence[Mapping[str, Any]], is_last: bool) -> None:
+        """Complete the line of a result by its gain and the decision; the rivals are all results of the look."""
+        gain = self._gain(line)
+        low, high = gain.bounds(self.risk * share(line["n"]) / len(self.schedule))
+        line |= {"gain": gain.value, "interval": [low, high], "better": low > 0}
+        choose = max if better_direction(line["metric"]) == "higher" else min
+        best = choose(rivals, key=lambda other: float(np.mean(other["values"])))
+        leads = [(gain, "the base")] + ([] if best is line else [(self._gain(line, best), best["arm"])])
+        ahead = [name for lead, name in leads if lead.bounds(DROP_RISK)[1] < self.at_least]
+        if line["seeds"] == 1 and self._is_equal(one.line["key"]):
+            if line["step"] == self.schedule[-1][0]:  # before, a schedule may still part them
+                line |= {"decision": "no change", "reason": "all its numbers are those of the base"}
+        elif ahead:
+            line |= {"decision": "discard", "reason": f"not {100 * self.at_least:g} % better than {ahead[-1]}"}
+        elif is_last and not line["better"]:
+            line |= {"decision": "open", "reason": f"neither after {MAX_SEEDS} runs"}
 
     def _is_equal(self, key: str) -> bool:
         """Return whether an arm's first run has the numbers of the base's so far."""
@@ -178,34 +160,31 @@ class Race:
             for a, b in zip(*curves, strict=True)
         )
 
-    def _finish(self, better: Sequence[Proposal], kept: Sequence[Proposal]) -> None:
+    def _finish(self, better: Sequence[Proposal], to_beat: float) -> None:
         """Train the best of the proposals that are better than the base to its end; keep it if it is the best there."""
-        to_beat = max([0.0, *(one.results[-1]["gain"] for one in kept)])
-        winner, last, results = "", self.schedule[-1][0], []
+        winner, last, lines = "", self.schedule[-1][0], []
         better = sorted(better, key=lambda one: -one.results[-1]["gain"])
         for one in better:
-            result = {**one.results[-1], "decision": "better", "reason": f"better than the base; {winner} is kept"}
-            results.append(result)
-            if winner:
-                continue
-            assert one.arm is not None
-            for arm, seeds in ((self.base, self.seeds), (one.arm, result["seeds"])):
-                for seed in range(seeds):
-                    self.train(arm, seed, last)
-            base = self.values("base", self.seeds, one.metric, last)
-            gain = Gain.of(self.values(one.key, result["seeds"], one.metric, last), base, base, one.sign)
-            result |= {"gain": gain.value, "interval": [*gain.bounds(self._risk(one))], "shown_at": result["step"]}
-            result |= {"step": last, "decision": "keep", "reason": "better than the base"}
-            if gain.value > to_beat:
-                winner = one.text
-            else:
-                result |= {"decision": "discard", "reason": "better than the base before, not the best at the end"}
-        self._record(better, results)
+            line = {**one.results[-1], "decision": "better", "reason": f"better than the base; {winner} is kept"}
+            if not winner:
+                for number in range(self.seeds):
+                    self.train(self.base, number, last)
+                shown_at, line = line["step"], self._measure(one, line["seeds"] - 1, last)
+                if line["values"]:
+                    gain = self._gain(line)
+                    bounds = gain.bounds(self.risk * share(line["n"]) / len(self.schedule))
+                    line |= {"gain": gain.value, "interval": [*bounds], "better": True, "shown_at": shown_at}
+                    line |= {"decision": "discard", "reason": "better than the base before, not the best at its end"}
+                    if gain.value > to_beat:
+                        winner = line["arm"]
+                        line |= {"decision": "keep", "reason": "better than the base"}
+            lines.append(line)
+        self._record(better, lines)
 
     def _record(self, proposals: Sequence[Proposal], results: Sequence[dict[str, Any]]) -> None:
         """Write results, with their costs so far, to the ledger, and print them."""
         for one, result in zip(proposals, results, strict=True):
-            runs = [self.run_dir(one.key, seed) for seed in range(result["seeds"])]
+            runs = [self.run_dir(one.line["key"], seed) for seed in range(result["seeds"])]
             trained = [RunSummary(run) for run in runs if (run / "metrics.jsonl").exists()]
             result["steps"] = sum(run.history.step for run in trained)
             result["seconds"] = round(sum(run.duration_s for run in trained), 1)
@@ -270,6 +249,10 @@ class Race:
         cause = last_line(log.read_text(encoding="utf-8", errors="replace")).removeprefix("mmldlm: error: ")
         text = f"{arm.text}: exit code {code} at its training: {cause} ({log})"
         raise error_from_exit_code(code, text)
+
+
+def _at(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return line["metric"], line["step"], line["seeds"]
 
 
 def reached(run_dir: Path) -> int:

@@ -67,7 +67,7 @@ def races(metric: str, arm: str, numbers: Sequence[int], folder: Path, scale: fl
         order = draw.permutation(len(runs["base"]))
         source = runs["gain"] if arm == "gain" else runs["base"][order[SEEDS:]]
         rows = {"base": runs["base"][order[:SEEDS]], "k": scale * source[draw.choice(len(source), 3, replace=False)]}
-        one = Proposal(n, "k", "k", metric, [], Arm("k", "k", {}, ()))
+        one = Proposal({"n": n, "key": "k", "arm": "k", "metric": metric}, [], Arm("k", "k", {}, ()))
         ResampledRace(rows, folder).run([one])
         kept += one.decision == "keep"
         shown = next((result for result in one.results if result["better"]), one.results[-1])
@@ -96,7 +96,7 @@ def test_the_budget_of_errors() -> None:
     draw = np.random.default_rng(0)
     for arm, base in ((1, 4), (3, 16)):
         luck = [(draw.normal(9, 1, arm), draw.normal(9, 1, base)) for _ in range(4000)]
-        wrong = np.mean([Gain.of(a, b, b, -1).bounds(0.05)[0] > 0 for a, b in luck])
+        wrong = np.mean([Gain.of(a, b, b).bounds(0.05)[0] > 0 for a, b in luck])
         assert 0.04 < wrong < 0.06, (arm, wrong)
 
 
