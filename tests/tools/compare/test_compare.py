@@ -6,6 +6,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,7 @@ def test_user_errors(arguments: tuple[str, ...], named: str) -> None:
 
 
 @pytest.mark.slow
-def test_page(
-    tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_page(tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of the section on comparing, with fewer steps."""
     page = (ROOT / "docs" / "review.md").read_text(encoding="utf-8")
     section = page.partition("\n## Compare\n")[2].partition("\n## ")[0]
@@ -161,18 +160,17 @@ def test_page(
         small = small.replace(old, new)
     (tmp_path / "configs" / "small.yaml").write_text(small, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    commands = [line.strip().partition("  #")[0] for line in section.splitlines() if line.startswith("    ")]
-    commands = [line for line in commands if line.startswith(("printf", ".venv/bin/mmldlm"))]
-    assert len(commands) >= 6
-    for line in commands:
-        if line.startswith("printf"):
-            subprocess.run(["bash", "-c", line], check=True)
-            continue
-        line = line.replace("--seeds 1 2 3 4 5", "--seeds 1 2")
-        assert cli.main(line.split()[1:]) in (0, 69), line  # 69: an alert of the monitor
-        output = capfd.readouterr().out
-        if " compare " in line and "--json" not in line:
-            assert re.search(r"^loss/total (of these two runs alone|over seeds): ", output, re.MULTILINE), line
-        if " monitor " in line:
-            assert re.search(r"^faster - small: loss/total .* % \[", output, re.MULTILINE), output
+    code = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+    assert code.count(".venv/bin/mmldlm") >= 8
+    program = f"{sys.executable} -m mmldlm"
+    code = code.replace("for seed in 1 2 3", "for seed in 1 2")
+    code = code.replace(
+        ".venv/bin/mmldlm monitor runs/small runs/faster --once",
+        f"({program} monitor runs/small runs/faster --once || test $? = 69)",
+    )
+    code = code.replace(".venv/bin/mmldlm", program)
+    output = subprocess.run(["bash", "-ec", code], check=True, capture_output=True, text=True).stdout
+    assert len(re.findall(r"^loss/total of these two runs alone: ", output, re.MULTILINE)) == 2
+    assert "loss/total over seeds: " in output
+    assert re.search(r"^faster - small: loss/total .* % \[", output, re.MULTILINE), output
     assert (tmp_path / "runs/small/report/paired.png").exists()
