@@ -133,11 +133,16 @@ class Race:
         reference = base if rival is None else np.array(rival["values"])
         return Gain.of(np.array(line["values"]), reference, base, better_direction(line["metric"]) == "higher")
 
-    def _judge(self, one: Proposal, line: dict[str, Any], rivals: Sequence[Mapping[str, Any]], is_last: bool) -> None:
-        """Complete the line of a result by its gain and the decision; the rivals are all results of the look."""
+    def _compare(self, line: dict[str, Any]) -> Gain:
+        """Complete a result by its gain over the base, which is returned, and its interval."""
         gain = self._gain(line)
         low, high = gain.bounds(self.risk * share(line["n"]) / len(self.schedule))
         line |= {"gain": gain.value, "interval": [low, high], "better": low > 0}
+        return gain
+
+    def _judge(self, one: Proposal, line: dict[str, Any], rivals: Sequence[Mapping[str, Any]], is_last: bool) -> None:
+        """Complete the line of a result by its gain and the decision; the rivals are all results of the look."""
+        gain = self._compare(line)
         choose = max if better_direction(line["metric"]) == "higher" else min
         best = choose(rivals, key=lambda other: float(np.mean(other["values"])))
         leads = [(gain, "the base")] + ([] if best is line else [(self._gain(line, best), best["arm"])])
@@ -171,13 +176,10 @@ class Race:
                     self.train(self.base, number, last)
                 shown_at, line = line["step"], self._measure(one, line["seeds"] - 1, last)
                 if line["values"]:
-                    gain = self._gain(line)
-                    bounds = gain.bounds(self.risk * share(line["n"]) / len(self.schedule))
-                    line |= {"gain": gain.value, "interval": [*bounds], "better": True, "shown_at": shown_at}
                     line |= {"decision": "discard", "reason": "better than the base before, not the best at its end"}
-                    if gain.value > to_beat:
+                    if self._compare(line).value > to_beat:
                         winner = line["arm"]
-                        line |= {"decision": "keep", "reason": "better than the base"}
+                        line |= {"decision": "keep", "reason": "better than the base", "shown_at": shown_at}
             lines.append(line)
         self._record(better, lines)
 
