@@ -2,7 +2,7 @@
 
 Arms are compared with the base at a few steps, each twice the one before, at which all runs have had the same samples
 (successive halving: Karnin, Koren and Somekh, ICML 2013). An arm leaves as soon as it is shown not to be better than
-the base, or the best arm, by what matters (Hoeffding races: Maron and Moore, NIPS 1993). One that is better beyond luck
+the base, or being in the worse half the best arm, by what matters (Hoeffding races: Maron and Moore, NIPS 1993). One that is better beyond luck
 by its share of the budget of errors (`gain.py`) is kept if it is the best of these, and still better at its end. What
 is undecided at its end is trained again from other initial weights.
 """
@@ -143,9 +143,12 @@ class Race:
     def _judge(self, one: Proposal, line: dict[str, Any], rivals: Sequence[Mapping[str, Any]], is_last: bool) -> None:
         """Complete the line of a result by its gain and the decision; the rivals are all results of the look."""
         gain = self._compare(line)
-        choose = max if better_direction(line["metric"]) == "higher" else min
-        best = choose(rivals, key=lambda other: float(np.mean(other["values"])))
-        leads = [(gain, "the base")] + ([] if best is line else [(self._gain(line, best), best["arm"])])
+        leads, higher = [(gain, "the base")], better_direction(line["metric"]) == "higher"
+        rivals = sorted(rivals, key=lambda other: float(np.mean(other["values"])), reverse=higher)
+        # Before the end at most half of the arms leave for a better one: who starts fastest need not end as the best.
+        staying = 1 if line["step"] == self.schedule[-1][0] else (len(rivals) + 1) // 2
+        if all(other is not line for other in rivals[:staying]):
+            leads.append((self._gain(line, rivals[0]), rivals[0]["arm"]))
         ahead = [name for lead, name in leads if lead.bounds(DROP_RISK)[1] < self.at_least]
         if line["seeds"] == 1 and self._is_equal(one.line["key"]):
             if line["step"] == self.schedule[-1][0]:  # before, a schedule may still part them
