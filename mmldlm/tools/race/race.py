@@ -1,10 +1,10 @@
 """A race: the runs of a base and of its arms, and what is decided by their records alone.
 
 Arms are compared with the base at a few steps, each twice the one before, at which all runs have had the same samples
-(successive halving: Karnin, Koren and Somekh, ICML 2013). An arm leaves as soon as it is shown not to be better than
-the base, or being in the worse half the best arm, by what matters (Hoeffding races: Maron and Moore, NIPS 1993). One that is better beyond luck
-by its share of the budget of errors (`gain.py`) is kept if it is the best of these, and still better at its end. What
-is undecided at its end is trained again from other initial weights.
+(successive halving: Karnin, Koren and Somekh, ICML 2013). An arm leaves as soon as it is shown not to be better by what
+matters than the base, or than the best arm (Hoeffding races: Maron and Moore, NIPS 1993). One that is better beyond
+luck by its share of the budget of errors (`gain.py`) is kept if it is the best of these, and still better at its end.
+What is undecided at its end is trained again from other initial weights.
 """
 
 from __future__ import annotations
