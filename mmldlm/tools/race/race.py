@@ -87,6 +87,8 @@ class Race:
             earlier = [line for one in proposals if one not in due for line in one.results]
             for number in range(self.seeds if due else 0):
                 self.train(self.base, number, step)
+            for metric in {one.line["metric"] for one in due}:
+                self._base(metric, step)  # before the arms are trained: there may be no such metric
             lines = [self._measure(one, seed, step) for one in due]
             for one, line in zip(due, lines, strict=True):
                 if line["values"]:
@@ -124,12 +126,15 @@ class Race:
             return line | {"decision": "failed", "reason": f"{metric} is not finite at step {step}"}
         return line | {"values": values.tolist(), "decision": "", "reason": ""}
 
+    def _base(self, metric: str, step: int) -> np.ndarray:
+        """Return the values of the base's runs."""
+        if (metric, step) not in self.base_values:
+            self.base_values[metric, step] = self.values("base", self.seeds, metric, step)
+        return self.base_values[metric, step]
+
     def _gain(self, line: Mapping[str, Any], rival: Mapping[str, Any] | None = None) -> Gain:
         """Return the gain of a result over the base, or over another result of the same look."""
-        at = line["metric"], line["step"]
-        if at not in self.base_values:
-            self.base_values[at] = self.values("base", self.seeds, *at)
-        base = self.base_values[at]
+        base = self._base(line["metric"], line["step"])
         reference = base if rival is None else np.array(rival["values"])
         return Gain.of(np.array(line["values"]), reference, base, better_direction(line["metric"]) == "higher")
 
