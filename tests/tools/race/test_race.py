@@ -167,7 +167,7 @@ def test_under_ddp(base: Path) -> None:
 
 @pytest.mark.slow
 def test_the_best_of_sixteen_rates(base: Path) -> None:
-    """Within 0.2 % of the best of the full grid, for a quarter of what three seeds of each cost."""
+    """Within 0.2 % of the best of the full grid: arms for a quarter of its cost, all for one of three seeds of each."""
     text = base.read_text(encoding="utf-8").replace("steps: 12", "steps: 64").replace("every: 6,", "every: 4,")
     base.write_text(text, encoding="utf-8")
     rates = [f"optim.lr={10 ** (-5 + number / 4):.3g}" for number in range(16)]
@@ -175,13 +175,13 @@ def test_the_best_of_sixteen_rates(base: Path) -> None:
     assert command.main([str(base), *rates, *options]) == 0
     last = {line["n"]: line for line in lines(base, "result")}
     (run,) = (base.parent / "run-race").glob("*/base-0")
-    cost = sum(line["steps"] for line in last.values()) + sum(reached(run.parent / f"base-{seed}") for seed in range(4))
+    arms = sum(line["steps"] for line in last.values()) / 64
+    luck = sum(reached(run.parent / f"base-{seed}") for seed in range(4)) / 64
     values = []
     for number, rate in enumerate(rates):
         folder = base.parent / f"grid-{number}"
         assert train.main([str(base), rate, f"run.dir={folder}"]) == 0
         values.append(RunSummary(folder).final_values()[BOUND])
     (kept,) = [n for n, line in last.items() if line["decision"] == "keep"]
-    print(cost / 64, kept, values)
     assert values[kept - 1] <= 1.002 * min(values)
-    assert cost / 64 <= 3 * 16 / 4
+    assert arms <= 16 / 4 and arms + luck <= 3 * 16 / 4
