@@ -31,15 +31,19 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
     "explain": ("mmldlm.tools.spikes:explain_main", "find the samples that caused a step's gradient norm"),
     "rewind": ("mmldlm.tools.spikes:rewind_main", "go back before a step, and leave samples out"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
-    "compare": ("mmldlm.tools.compare.command", "the paired difference of two runs, or train both until it is settled"),
+    "compare": ("mmldlm.tools.compare.command", "the paired difference of two runs"),
+    "race": (
+        "mmldlm.tools.race.command",
+        "train changes of a run until each is decided: better, or luck",
+    ),
     "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
 }
 # Use torch's devices.
-COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "compare", "verify", "explain")
+COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "verify", "explain")
 # Go on without a terminal, as the others do with --out: what they make is not what they print.
-MAKERS = ("prepare", "convert", "train", "demo", "evaluate", "export", "align", "compare")
+MAKERS = ("prepare", "convert", "train", "demo", "evaluate", "export", "align", "race")
 
 
 def usage() -> str:

@@ -24,17 +24,24 @@ from mmldlm.settings.successors import refuse_removed
 from mmldlm.trainer.trainer import Trainer
 
 
-def train(config: RunConfig, launch: LauncherEnv | None = None, trainer_cls: type[Trainer] = Trainer) -> None:
+def train(
+    config: RunConfig,
+    launch: LauncherEnv | None = None,
+    trainer_cls: type[Trainer] = Trainer,
+    stop_at: int | None = None,
+) -> None:
     """Run a training to its end.
 
     Args:
         launch: Environment of this rank; read from the environment variables by default.
         trainer_cls: `Trainer`, or a subclass that overrides some of its methods.
+        stop_at: Step after which to save and stop, if it is not the last.
 
     Raises:
-        StoppedBySignal: A signal ended the run early; a checkpoint has been saved.
+        StoppedBySignal: A signal, or `stop_at`, ended the run early; a checkpoint has been saved.
     """
     with trainer_cls(config, launch) as trainer:
+        trainer.stop_at = stop_at
         for step, micro_batches in trainer.steps():
             train_step(trainer, step, micro_batches)
 
@@ -53,12 +60,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line into one config file, overrides and flags."""
     parser = argparse.ArgumentParser(
         prog="mmldlm train",
-        usage="%(prog)s [--check | --dry-run [--gpus NxMGB [--nodes N]]] CONFIG.yaml [key.sub=value ...]",
+        usage="%(prog)s [--check | --dry-run [--gpus NxMGB [--nodes N]] | --stop-at STEP] CONFIG.yaml "
+        "[key.sub=value ...]",
         description="Train a run; docs/settings.md lists the keys, docs/launchers.md the launchers.",
     )
     parser.add_argument("arguments", nargs="*", metavar="CONFIG.yaml | key.sub=value")
     parser.add_argument("--config", help="config file, if it is not the first argument")
     parser.add_argument("--dry-run", action="store_true", help="print the config and its estimated costs and exit")
+    parser.add_argument(
+        "--stop-at", type=int, metavar="STEP", help="save and stop after this step; schedules are of train.steps"
+    )
     parser.add_argument(
         "--check", action="store_true", help="start and compare the ranks, time an all-reduce, and exit"
     )
@@ -81,6 +92,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options.config = files[0]
     if options.gpus and not options.dry_run:
         raise UsageError("--gpus: expected together with --dry-run")
+    if options.stop_at is not None and options.stop_at < 1:
+        raise UsageError(f"--stop-at: expected a step from 1 on, found {options.stop_at}")
     if options.nodes is not None and not options.gpus:
         raise UsageError("--nodes: expected together with --gpus")
     return options
@@ -108,7 +121,7 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
 
         check_start(config, launch)
     else:
-        train(config, launch, trainer_cls)
+        train(config, launch, trainer_cls, options.stop_at)
     return ExitCode.DONE
 
 

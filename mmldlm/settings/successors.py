@@ -26,6 +26,7 @@ REMOVED: dict[str, tuple[Any, str]] = {}
 REMOVED_WORDS = {
     "plan": "use `mmldlm train CONFIG --dry-run --gpus 8x80GB`, which has the memory of each engine",
     "track": "use `log.trackers=[NAME]`, which sends the scalars while the run trains",
+    **dict.fromkeys(("compare --until", "compare --seeds"), "use `mmldlm race A.yaml B.yaml`, which trains both"),
     "checkpoints verify": "use `mmldlm verify FOLDER`, of a run or a checkpoint",
     "evaluate --steps": "use sampling.steps=N, in t2l sampling.t2l_steps=N",
     "sample --steps": "use sampling.steps=N, in t2l sampling.t2l_steps=N",

@@ -47,6 +47,9 @@ class Trainer:
 
     Entering it opens and locks the run folder, restores the run's state and writes the start-up report; leaving it
     records how the run ended. `launch` is read from the environment variables by default.
+
+    Attributes:
+        stop_at: Step after which the run saves and stops as by a signal, on all ranks alike; None for none.
     """
 
     def __init__(self, config: RunConfig, launch: LauncherEnv | None = None):
@@ -54,6 +57,7 @@ class Trainer:
         self.config = resolve_config(config, self.launch)
         self.run_dir = Path(config.run.dir)
         self.state = TrainState()
+        self.stop_at: int | None = None
         self._signals = SignalRequests()
         self._notices = Notices(log_library_warnings=self.launch.local_rank == 0)
         self._end = RunEnd(self.run_dir, self.launch)
@@ -204,7 +208,7 @@ class Trainer:
         Raises:
             MmldlmError: The checkpoint in progress could not be written.
             NumericalError: A skipped step ends the run by the settings of `guard`, or the ranks' weights differ.
-            StoppedBySignal: A rank received a signal to stop; a checkpoint has been saved.
+            StoppedBySignal: A rank received a signal to stop, or `stop_at` is reached; a checkpoint has been saved.
         """
         self.engine.compute_timer.stop(totals.flops)
         state, checkpointer = self.state, self.checkpointer
@@ -218,9 +222,10 @@ class Trainer:
         # The last step's checkpoint is saved by `steps`, which also waits for it.
         if (checkpointer.due(state.step) or totals["save"]) and state.step < self.config.train.steps:
             self.save()
-        if totals["stop"]:
+        is_over = self.stop_at is not None and self.stop_at <= state.step < self.config.train.steps
+        if totals["stop"] or is_over:
             self.save(wait=True)
-            name = self._signals.agree_to_stop()
+            name = self._signals.agree_to_stop() if totals["stop"] else f"--stop-at {self.stop_at}"
             self.tracker.end(state.step, {"stopped_by": name})
             raise StoppedBySignal(f"stopped by {name} after step {state.step}; saved, run the same command to resume")
 

@@ -1,1 +1,1 @@
-"""`mmldlm compare`: the paired difference of two runs, or of two configs that it trains."""
+"""`mmldlm compare`: the paired difference of two runs."""

@@ -35,9 +35,9 @@ _EFFECT_VARIANCE: Mapping[Unit, float] = {"records": 0.08, "pairs": 10.0}
 # Settings that decide which samples a record is about, and those under which the draws are the same, but not all that
 # is made of them. A group stands for all its settings.
 _DATA = ("data.path", "data.mixture")
-_ORDER = ("run.seed", *_DATA, "data.window", "train.global_batch_size", "train.batch_schedule", "log.every")
+ORDER = ("run.seed", *_DATA, "data.window", "train.global_batch_size", "train.batch_schedule", "log.every")
 _NOISE = {"mode": "modes", "mode_schedule": "modes", "text": "masks", "latent": "noise", "model.dropout": "dropout"}
-_LOSS = ("loss", "latent", "mode", "mode_schedule")  # settings that change what a loss is a mean of
+LOSS = ("loss", "latent", "mode", "mode_schedule")  # settings that change what a loss is a mean of
 
 
 @dataclass(frozen=True)
@@ -138,18 +138,21 @@ def pairing(a: History, b: History) -> str:
             config = {key: value for key, value in config.items() if not key.startswith(_DATA)} | {_DATA[0]: store}
         settings.append(config)
 
-    def changed(groups: Collection[str]) -> list[str]:
-        first, second = settings
-        keys = [key for key in {**first, **second} if f"{key}.".startswith(tuple(f"{group}." for group in groups))]
-        # Sizes of micro-batches, of which a batch schedule has some, change no sample.
-        return [key for key in keys if first.get(key) != second.get(key) and ".micro_batch" not in key]
-
-    if order := changed(_ORDER):
+    first, second = settings
+    if order := changed_settings(first, second, ORDER):
         values = (f"{key} is {' and '.join(str(config.get(key)) for config in settings)}" for key in order)
         return f"not paired because {', '.join(values)}"
-    parts = [f"{what} ({', '.join(keys)})" for group, what in _NOISE.items() if (keys := changed([group]))]
+    noise = [(what, changed_settings(first, second, [group])) for group, what in _NOISE.items()]
+    parts = [f"{what} ({', '.join(keys)})" for what, keys in noise if keys]
     line = f"paired except {', '.join(parts)}" if parts else "paired: the same samples, noise and masks in every step"
-    return line + (f"; other losses ({', '.join(loss)})" if (loss := changed(_LOSS)) else "")
+    return line + (f"; other losses ({', '.join(loss)})" if (loss := changed_settings(first, second, LOSS)) else "")
+
+
+def changed_settings(first: Mapping[str, Any], second: Mapping[str, Any], groups: Collection[str]) -> list[str]:
+    """Return the settings of some groups, by dotted key, in which two flat configs differ."""
+    keys = [key for key in {**first, **second} if f"{key}.".startswith(tuple(f"{group}." for group in groups))]
+    # Sizes of micro-batches, of which a batch schedule has some, change no sample.
+    return [key for key in keys if first.get(key) != second.get(key) and ".micro_batch" not in key]
 
 
 def record_difference(a: History, b: History, tag: str, max_step: float = math.inf) -> Difference | None:

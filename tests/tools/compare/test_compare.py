@@ -6,6 +6,7 @@ import json
 import math
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from mmldlm import cli, train
-from mmldlm.errors import ConfigError, UsageError
+from mmldlm.errors import UsageError
 from mmldlm.tools.compare import command
 from mmldlm.tools.report.paired import Difference
 from tests.helpers.paths import ROOT
@@ -54,17 +55,18 @@ def records(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def test_turns_change_no_number(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Runs trained in turns have the records of runs trained at once; the difference is that of the records."""
+def test_two_runs(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The difference is that of the records; a run that is stopped and goes on has the records of one at once."""
     paths = [config(tmp_path, "a", tiny_store), config(tmp_path, "b", tiny_store, lr="2e-3")]
-    first = compared(capsys, *paths, "--until", "end", "--steps", "40")
-    assert [json.loads((tmp_path / arm / "exit.json").read_text())["code"] for arm in "ab"] == [75, 75]
-    result = compared(capsys, *paths, "--until", "end")
-    assert [record["kind"] for record in records(tmp_path / "a")].count("resume") == 2, "turns of 10 records"
-    for arm, path in zip("ab", paths, strict=True):
-        assert train.main([str(path), f"run.dir={tmp_path / arm}-whole"]) == 0
-        assert losses(tmp_path / arm) == losses(tmp_path / f"{arm}-whole")
-    a, b = (np.array(losses(tmp_path / arm)) for arm in "ab")
+    assert train.main([str(paths[0]), "--stop-at", "40"]) == 75
+    assert json.loads((tmp_path / "a" / "exit.json").read_text())["cause"].startswith("stopped by --stop-at 40")
+    for path in paths:
+        assert train.main([str(path)]) == 0
+    assert train.main([str(paths[0]), f"run.dir={tmp_path / 'whole'}", "--stop-at", "60"]) == 0, "the last step"
+    assert losses(tmp_path / "a") == losses(tmp_path / "whole")
+    runs = [tmp_path / arm for arm in "ab"]
+    result, first = compared(capsys, *runs), compared(capsys, *runs, "--steps", "40")
+    a, b = (np.array(losses(run)) for run in runs)
     differences = {row["metric"]: row for row in result["pairs"][0]["differences"]}
     total = differences["loss/total"]
     assert (total["n"], total["last"]) == (30, 60)
@@ -73,31 +75,20 @@ def test_turns_change_no_number(tiny_store: Path, tmp_path: Path, capsys: pytest
     assert low < total["relative_difference"] < high
     assert [row["n"] for row in first["pairs"][0]["differences"] if row["metric"] == "loss/total"] == [20]
     held_out = differences["validation/total"]
-    values = [losses(tmp_path / arm, "validation", "validation/total")[-1] for arm in "ab"]
+    values = [losses(run, "validation", "validation/total")[-1] for run in runs]
     assert held_out["relative_difference"] == pytest.approx(values[1] / values[0] - 1)
     assert held_out["relative_interval"] == [None, None]
-
-    # Decided at once by what there is: nothing is trained.
-    before = (tmp_path / "a" / "metrics.jsonl").read_bytes()
-    assert compared(capsys, *paths, "--until", "decided", "--at-least", "90%")["decision"] == "equal"
-    assert (tmp_path / "a" / "metrics.jsonl").read_bytes() == before
-
-
-def test_until_decided_stops_early(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    paths = [config(tmp_path, "a", tiny_store), config(tmp_path, "b", tiny_store, lr="1e-5")]
-    assert cli.main(["compare", *map(str, paths), "--until", "decided"]) == 0
-    output = capsys.readouterr().out
-    assert "loss/total of these two runs alone: B is above A" in output
-    assert max(record["step"] for record in records(tmp_path / "a")) < 60
+    assert compared(capsys, *runs, "--at-least", "90%")["decision"] == "equal"
 
 
 def test_over_seeds(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A decision over seeds takes several pairs, and is the same from the folders alone, and in a report."""
+    """A decision over seeds takes several pairs, and is the same in a report."""
     paths = [config(tmp_path, "a", tiny_store, steps="20"), config(tmp_path, "b", tiny_store, lr="1e-5", steps="20")]
     options = ("--loss", "validation/total", "--at-least", "1%")
-    result = compared(capsys, *paths, "--until", "end", "--seeds", "1", "2", "3", *options)
-    runs = [tmp_path / f"{arm}-seed{seed}" for arm in "ab" for seed in (1, 2, 3)]
-    assert compared(capsys, *runs, *options) == result
+    runs = [tmp_path / f"{path.stem}-seed{seed}" for path in paths for seed in (1, 2, 3)]
+    for number, run in enumerate(runs):
+        assert train.main([str(paths[number // 3]), f"run.dir={run}", f"run.seed={number % 3 + 1}"]) == 0
+    result = compared(capsys, *runs, *options)
     (row,) = [row for row in result["over_seeds"] if row["metric"] == "validation/total"]
     values = np.array([losses(run, "validation", "validation/total")[-1] for run in runs]).reshape(2, 3)
     assert row["n"] == 3 and row["relative_difference"] == pytest.approx(values[1].mean() / values[0].mean() - 1)
@@ -142,30 +133,19 @@ def test_decisions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "named"),
+    ("arguments", "named"),
     [
-        (("{a}", "{a}", "--until", "end"), ConfigError, "run.dir"),
-        (("{a}", "{never}", "--until", "end"), ConfigError, "resume"),
-        (("{a}", "--until", "end"), UsageError, "--until"),
-        (("{a}", "{b}", "--seeds", "1"), UsageError, "--seeds"),
-        (("{a}", "{b}", "--until", "end", "--loss", "validation/total"), UsageError, "--loss"),
+        (("a", "b", "--loss", "validation/total"), "--loss"),
     ],
 )
 @pytest.mark.quick
-def test_user_errors(
-    arguments: tuple[str, ...], error: type[Exception], named: str, tiny_store: Path, tmp_path: Path
-) -> None:
-    paths = {name: config(tmp_path, name, tiny_store) for name in ("a", "b", "never")}
-    paths["never"].write_text(paths["never"].read_text() + "resume: never\n")
-    with pytest.raises(error, match=named):
-        command.main([argument.format(**paths) for argument in arguments])
-    assert not (tmp_path / "a").exists()
+def test_user_errors(arguments: tuple[str, ...], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        command.main([*arguments])
 
 
 @pytest.mark.slow
-def test_page(
-    tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_page(tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands of the section on comparing, with fewer steps."""
     page = (ROOT / "docs" / "review.md").read_text(encoding="utf-8")
     section = page.partition("\n## Compare\n")[2].partition("\n## ")[0]
@@ -179,18 +159,17 @@ def test_page(
         small = small.replace(old, new)
     (tmp_path / "configs" / "small.yaml").write_text(small, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    commands = [line.strip().partition("  #")[0] for line in section.splitlines() if line.startswith("    ")]
-    commands = [line for line in commands if line.startswith(("printf", ".venv/bin/mmldlm"))]
-    assert len(commands) >= 6
-    for line in commands:
-        if line.startswith("printf"):
-            subprocess.run(["bash", "-c", line], check=True)
-            continue
-        line = line.replace("--seeds 1 2 3 4 5", "--seeds 1 2")
-        assert cli.main(line.split()[1:]) in (0, 69), line  # 69: an alert of the monitor
-        output = capfd.readouterr().out
-        if " compare " in line and "--json" not in line:
-            assert re.search(r"^loss/total (of these two runs alone|over seeds): ", output, re.MULTILINE), line
-        if " monitor " in line:
-            assert re.search(r"^faster - small: loss/total .* % \[", output, re.MULTILINE), output
+    code = "\n".join(line[4:] for line in section.splitlines() if line.startswith("    "))
+    assert code.count(".venv/bin/mmldlm") >= 8
+    program = f"{sys.executable} -m mmldlm"
+    code = code.replace("for seed in 1 2 3", "for seed in 1 2")
+    code = code.replace(
+        ".venv/bin/mmldlm monitor runs/small runs/faster --once",
+        f"({program} monitor runs/small runs/faster --once || test $? = 69)",
+    )
+    code = code.replace(".venv/bin/mmldlm", program)
+    output = subprocess.run(["bash", "-ec", code], check=True, capture_output=True, text=True).stdout
+    assert len(re.findall(r"^loss/total of these two runs alone: ", output, re.MULTILINE)) == 2
+    assert "loss/total over seeds: " in output
+    assert re.search(r"^faster - small: loss/total .* % \[", output, re.MULTILINE), output
     assert (tmp_path / "runs/small/report/paired.png").exists()

@@ -1,0 +1,165 @@
+"""Arms of a race: what each changes of the base, whether it can be compared with it, and how it is trained."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmldlm.config import RunConfig, load_config, require_paths, with_absolute_paths
+from mmldlm.diffusion.noise import trained_modes
+from mmldlm.errors import ConfigError, UsageError
+from mmldlm.settings.declaration import flat_settings
+from mmldlm.tools.config import to_flow_yaml
+from mmldlm.tools.report.paired import LOSS, ORDER, changed_settings
+from mmldlm.trainer.consistency import code_hash
+from mmldlm.utils.short_repr import truncate
+
+BOUND = "validation/text_l2t"  # what only `loss.text` changes the meaning of
+GIT = "git:"
+
+_OWNED = ("run.dir", "run.init_seed")  # settings that are the race's
+_SHARED = (*ORDER, "train.steps", "validation")  # what a value at a step is about
+_UNSEEN = (*LOSS, "ema", "model.dropout")  # what a training loss does not see, or is not the same mean under
+
+
+@dataclass(frozen=True)
+class Arm:
+    """A config, and the code that trains it.
+
+    Attributes:
+        text: As the ledger has it; it gives the same arm again.
+        key: Hash of what the arm is: base and code, and the settings or the tree of the commit.
+        settings: Resolved, by dotted key, as in JSON.
+        arguments: Of `mmldlm train`: the config file and settings.
+        tree: Checkout of another revision that trains it.
+    """
+
+    text: str
+    key: str
+    settings: Mapping[str, Any]
+    arguments: tuple[str, ...]
+    tree: Path | None = None
+
+    @classmethod
+    def base(cls, path: Path) -> Arm:
+        """Return the config that others are compared with."""
+        settings = _load(path)
+        return cls("base", _hash("base", code_hash(), _own(settings)), settings, (str(path),))
+
+    @classmethod
+    def parse(cls, text: str, base: Arm, folder: Path) -> Arm:
+        """Return the arm of a text: settings, a config file, or git:REVISION, checked out in `folder`.
+
+        It is a `ConfigError` or `UsageError` if it does not start, or does not have the samples of the base.
+        """
+        path = Path(base.arguments[0])
+        if text.startswith(GIT):
+            arm = _of_revision(text, base, folder)
+        elif Path(text).suffix in (".yaml", ".yml"):
+            settings = _load(Path(text))
+            text = str(Path(text).absolute())
+            arm = cls(text, _hash(base.key, _own(settings)), settings, (text,))
+        else:
+            # A comma of a list or map is not followed by a key and "=".
+            overrides = re.split(r",(?=\s*[a-z_]\w*(?:\.\w+)*=)", text)
+            settings = _load(path, overrides)
+            arm = cls(text, _hash(base.key, _own(settings)), settings, (str(path), *overrides))
+        for key in changed_settings(base.settings, arm.settings, _SHARED):
+            expected, found = base.settings.get(key), arm.settings.get(key)
+            raise ConfigError(f"{text}: {key}: expected {expected} as in the base, for the same samples, found {found}")
+        return arm
+
+    def changes(self, base: Arm) -> dict[str, Any]:
+        """Return the arm's values of the settings in which it differs from the base, and its commit, if it has one."""
+        settings = {key: value for key, value in _own(self.settings).items() if value != base.settings.get(key)}
+        return settings | ({"git": self.text.removeprefix(GIT)} if self.tree else {})
+
+    def metric(self, metric: str, base: Arm) -> str:
+        """Return the metric to compare the arm with the base by: `metric`, or the bound where `metric` means another.
+
+        If there is none, that is a `ConfigError`.
+        """
+        group = metric.partition("/")[0]
+        keys = changed_settings(base.settings, self.settings, LOSS if group == "validation" else _UNSEEN)
+        by_code = self.tree is not None and group in ("loss", "accuracy")
+        if group == "quality" or not (keys or by_code) or (metric == BOUND and "loss.text" not in keys):
+            return metric
+        modes = [trained_modes(arm.settings["mode"], arm.settings["mode_schedule"]) for arm in (base, self)]
+        if "loss.text" in keys or not all("l2t" in trained for trained in modes):
+            changed = ", ".join(keys) or "the code"
+            raise ConfigError(f"{self.text}: expected --metric quality/..., found {metric}, which {changed} changes")
+        return BOUND
+
+
+def _load(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    config = load_config(path, overrides)
+    require_paths(config, "data.path", "run.dir")
+    if config.resume != "auto":
+        raise ConfigError(f"resume: expected auto, by which each turn continues, found {config.resume}")
+    return _as_json(with_absolute_paths(config))
+
+
+def _as_json(config: RunConfig) -> dict[str, Any]:
+    settings: dict[str, Any] = json.loads(json.dumps(flat_settings(config)))
+    return settings
+
+
+def _own(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in _OWNED}
+
+
+def _hash(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _of_revision(text: str, base: Arm, folder: Path) -> Arm:
+    """Return the base's config as trained by another revision of the repository in the working folder."""
+    commit = _git(text, "rev-parse", "--verify", "--quiet", f"{text.removeprefix(GIT)}^{{commit}}")
+    root = Path(_git(text, "rev-parse", "--show-toplevel"))
+    tree = folder / commit[:12]
+    # What a kill has left, or somebody has changed, is checked out again.
+    if not tree.is_dir() or _git(text, "-C", str(tree), "status", "--porcelain", "--untracked-files=no"):
+        shutil.rmtree(tree, ignore_errors=True)
+        _git(text, "worktree", "prune")
+        _git(text, "worktree", "add", "--force", "--detach", str(tree), commit)
+    path = Path(base.arguments[0])
+    if path.is_relative_to(root) and (tree / path.relative_to(root)).is_file():
+        path = tree / path.relative_to(root)  # the commit may have changed it
+    given = _as_json(load_config(base.arguments[0]))
+    paths = [f"{key}={to_flow_yaml(base.settings[key])}" for key in given if given[key] != base.settings[key]]
+    command = [sys.executable, "-m", "mmldlm", "config", str(path), *paths, "--json"]
+    shown = subprocess.run(command, cwd=tree, env=environment(tree), capture_output=True, text=True)
+    if shown.returncode:
+        raise ConfigError(f"{text}: expected a revision that starts, found {last_line(shown.stderr)}")
+    settings = {key: entry["value"] for key, entry in json.loads(shown.stdout).items()}
+    key = _hash(base.key, _git(text, "rev-parse", f"{commit}^{{tree}}"))
+    return Arm(f"{GIT}{commit}", key, settings, (str(path), *paths), tree)
+
+
+def _git(text: str, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        problem = last_line(done.stderr) or "no such commit"
+        raise UsageError(f"{text}: expected a revision of the repository here, found {problem}")
+    return done.stdout.strip()
+
+
+def last_line(text: str) -> str:
+    """Return the last line of a program's output, which says what is wrong."""
+    return truncate((text.strip().splitlines() or [""])[-1], 400)
+
+
+def environment(tree: Path | None) -> dict[str, str]:
+    """Return the variables of processes that run the code of a checkout, or of this package."""
+    if tree is None:
+        return dict(os.environ)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))}

@@ -1,0 +1,284 @@
+"""A race: the runs of a base and of its arms, and what is decided by their records alone.
+
+Arms are compared with the base at a few steps, each twice the one before, at which all runs have had the same samples
+(successive halving: Karnin, Koren and Somekh, ICML 2013). An arm leaves as soon as it is shown not to be better by what
+matters than the base, or than the best arm (Hoeffding races: Maron and Moore, NIPS 1993). One that is better beyond
+luck by its share of the budget of errors (`gain.py`) is kept if it is the best of these, and still better at its end.
+What is undecided at its end is trained again from other initial weights.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StoppedBySignal, UsageError, error_from_exit_code
+from mmldlm.tools.race.arms import Arm, environment, last_line
+from mmldlm.tools.race.gain import Gain, share
+from mmldlm.tools.race.ledger import Ledger
+from mmldlm.tools.report.run_summary import HELD_OUT_KINDS, RunSummary, better_direction
+from mmldlm.tools.runs import History
+from mmldlm.utils.printable import printable
+from mmldlm.utils.process import CONTINUE, stop_at_signals
+
+MAX_SEEDS = 3  # initial weights that an arm is trained from while it is undecided
+DROP_RISK = 0.05  # that an arm leaves at a look though it is better than the best by what matters
+METRICS = ("loss", "accuracy", "validation", "quality")  # groups of metrics of a run's records
+
+# Exit codes of a run that are the arm's fault; by any other it could not be tried, which ends the race.
+_FAULTS = (1, ExitCode.USAGE, ExitCode.CONFIG, ExitCode.DATA, ExitCode.NUMERICAL)
+
+
+# The line of a result of nothing.
+NO_RESULT = {"kind": "result", "step": 0, "seeds": 0, "values": [], "gain": None, "interval": None, "better": False}
+
+
+@dataclass
+class Proposal:
+    """An arm by its line of the ledger, and the lines of its results so far."""
+
+    line: Mapping[str, Any]
+    results: list[dict[str, Any]] = field(default_factory=list)
+    arm: Arm | None = None  # of one that is undecided
+
+    @property
+    def decision(self) -> str:
+        """The decision, "" while there is none."""
+        return self.results[-1]["decision"] if self.results else ""
+
+    @property
+    def is_better(self) -> bool:
+        """True if a look has shown it to be better than the base."""
+        return any(result["better"] for result in self.results)
+
+
+@dataclass
+class Race:
+    """The race of a base, whose runs are below `folder`."""
+
+    ledger: Ledger
+    base: Arm
+    folder: Path
+    risk: float
+    at_least: float
+    seeds: int
+    looks: int
+    launch: str
+    deadline: float
+    base_values: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
+
+    def run(self, proposals: Sequence[Proposal]) -> None:
+        """Train and decide the proposals for this base, of which some may be decided."""
+        for look, (step, seed) in enumerate(self.schedule):
+            racing = [one for one in proposals if not one.decision]
+            is_contest = len(racing) > 1 and seed == 0  # of arms that are better than the base, for the best
+            due = [one for one in racing if len(one.results) == look and (is_contest or not one.is_better)]
+            earlier = [line for one in proposals if one not in due for line in one.results]
+            for number in range(self.seeds if due else 0):
+                self.train(self.base, number, step)
+            for metric in {one.line["metric"] for one in due}:
+                self._base(metric, step)  # before the arms are trained: there may be no such metric
+            lines = [self._measure(one, seed, step) for one in due]
+            for one, line in zip(due, lines, strict=True):
+                if line["values"]:
+                    rivals = [other for other in (*lines, *earlier) if other["values"] and _at(other) == _at(line)]
+                    self._judge(one, line, rivals, is_last=look == len(self.schedule) - 1)
+            self._record(due, lines)
+        kept = [one.results[-1]["gain"] for one in proposals if one.decision == "keep"]
+        self._finish([one for one in proposals if not one.decision], max([0.0, *kept]))
+
+    @cached_property
+    def schedule(self) -> list[tuple[int, int]]:
+        """Step, and number of the initial weights, of each look: where records and validations are."""
+        settings = self.base.settings
+        last = settings["train.steps"]
+        every = [settings[key] for key in ("log.every", "validation.every", "validation.quality_every")]
+        unit = math.lcm(*(number for number in every if 0 < number <= last))
+        steps = sorted({min(last, -(-last // 2**look // unit) * unit) for look in range(self.looks)})
+        return [(step, 0) for step in steps] + [(last, seed) for seed in range(1, MAX_SEEDS)]
+
+    # --- decisions ---------------------------------------------------------------------------------------------
+
+    def _measure(self, one: Proposal, seed: int, step: int) -> dict[str, Any]:
+        """Train a proposal to a step, and return the line of its result; it has failed if that is the arm's fault."""
+        metric = one.line["metric"]
+        line = {key: one.line[key] for key in ("n", "arm", "metric")} | {**NO_RESULT, "step": step, "seeds": seed + 1}
+        assert one.arm is not None
+        try:
+            self.train(one.arm, seed, step)
+        except MmldlmError as error:
+            if error.exit_code not in _FAULTS:
+                raise
+            return line | {"decision": "failed", "reason": str(error)}
+        values = self.values(one.line["key"], seed + 1, metric, step)
+        if not np.isfinite(values).all():
+            return line | {"decision": "failed", "reason": f"{metric} is not finite at step {step}"}
+        return line | {"values": values.tolist(), "decision": "", "reason": ""}
+
+    def _base(self, metric: str, step: int) -> np.ndarray:
+        """Return the values of the base's runs."""
+        if (metric, step) not in self.base_values:
+            self.base_values[metric, step] = self.values("base", self.seeds, metric, step)
+        return self.base_values[metric, step]
+
+    def _gain(self, line: Mapping[str, Any], rival: Mapping[str, Any] | None = None) -> Gain:
+        """Return the gain of a result over the base, or over another result of the same look."""
+        base = self._base(line["metric"], line["step"])
+        reference = base if rival is None else np.array(rival["values"])
+        return Gain.of(np.array(line["values"]), reference, base, better_direction(line["metric"]) == "higher")
+
+    def _compare(self, line: dict[str, Any]) -> Gain:
+        """Complete a result by its gain over the base, which is returned, and its interval."""
+        gain = self._gain(line)
+        low, high = gain.bounds(self.risk * share(line["n"]) / len(self.schedule))
+        line |= {"gain": gain.value, "interval": [low, high], "better": low > 0}
+        return gain
+
+    def _judge(self, one: Proposal, line: dict[str, Any], rivals: Sequence[Mapping[str, Any]], is_last: bool) -> None:
+        """Complete the line of a result by its gain and the decision; the rivals are all results of the look."""
+        gain = self._compare(line)
+        leads, higher = [(gain, "the base")], better_direction(line["metric"]) == "higher"
+        rivals = sorted(rivals, key=lambda other: float(np.mean(other["values"])), reverse=higher)
+        # Before the end at most half of the arms leave for a better one: who starts fastest need not end as the best.
+        staying = 1 if line["step"] == self.schedule[-1][0] else (len(rivals) + 1) // 2
+        if all(other is not line for other in rivals[:staying]):
+            leads.append((self._gain(line, rivals[0]), rivals[0]["arm"]))
+        ahead = [name for lead, name in leads if lead.bounds(DROP_RISK)[1] < self.at_least]
+        if line["seeds"] == 1 and self._is_equal(one.line["key"]):
+            if line["step"] == self.schedule[-1][0]:  # before, a schedule may still part them
+                line |= {"decision": "no change", "reason": "all its numbers are those of the base"}
+        elif ahead:
+            line |= {"decision": "discard", "reason": f"not {100 * self.at_least:g} % better than {ahead[-1]}"}
+        elif is_last and not line["better"]:
+            line |= {"decision": "open", "reason": f"neither after {MAX_SEEDS} runs"}
+
+    def _is_equal(self, key: str) -> bool:
+        """Return whether an arm's first run has the numbers of the base's so far."""
+        arm, base = (History(self.run_dir(name, 0)) for name in (key, "base"))
+        tags = [tag for tag in arm.tags("train", *HELD_OUT_KINDS) if tag.startswith(METRICS)]
+        curves = ([run.series(tag, "train", *HELD_OUT_KINDS) for tag in tags] for run in (arm, base))
+        return all(
+            (a.steps, a.values) == (b.steps[: len(a.steps)], b.values[: len(a.steps)])
+            for a, b in zip(*curves, strict=True)
+        )
+
+    def _finish(self, better: Sequence[Proposal], to_beat: float) -> None:
+        """Train the best of the proposals that are better than the base to its end; keep it if it is the best there."""
+        winner, last, lines = "", self.schedule[-1][0], []
+        better = sorted(better, key=lambda one: -one.results[-1]["gain"])
+        for one in better:
+            line = {**one.results[-1], "decision": "better", "reason": f"better than the base; {winner} is kept"}
+            if not winner:
+                for number in range(self.seeds):
+                    self.train(self.base, number, last)
+                shown_at, line = line["step"], self._measure(one, line["seeds"] - 1, last)
+                if line["values"]:
+                    line |= {"decision": "discard", "reason": "better than the base before, not the best at its end"}
+                    if self._compare(line).value > to_beat:
+                        winner = line["arm"]
+                        line |= {"decision": "keep", "reason": "better than the base", "shown_at": shown_at}
+            lines.append(line)
+        self._record(better, lines)
+
+    def _record(self, proposals: Sequence[Proposal], results: Sequence[dict[str, Any]]) -> None:
+        """Write results, with their costs so far, to the ledger, and print them."""
+        for one, result in zip(proposals, results, strict=True):
+            runs = [self.run_dir(one.line["key"], seed) for seed in range(result["seeds"])]
+            trained = [RunSummary(run) for run in runs if (run / "metrics.jsonl").exists()]
+            result["steps"] = sum(run.history.step for run in trained)
+            result["seconds"] = round(sum(run.duration_s for run in trained), 1)
+            one.results.append(result)
+        if results:
+            self.ledger.append(results)
+        for result in results:
+            print(printable(result_line(result)), flush=True)
+
+    # --- runs ----------------------------------------------------------------------------------------------------
+
+    def run_dir(self, key: str, seed: int) -> Path:
+        """Return the folder of a run from its `seed`-th initial weights, by the key of its arm or "base"."""
+        return self.folder / f"{key}-{seed}"
+
+    def values(self, key: str, seeds: int, metric: str, step: int) -> np.ndarray:
+        """Return the metric of the first runs of an arm at a step, as reports have it; NaN where it is not finite."""
+        runs = [RunSummary(self.run_dir(key, seed)).final_values(step) for seed in range(seeds)]
+        if key == "base" and (lacking := next((run for run in runs if metric not in run), None)) is not None:
+            names = [name for name in lacking if better_direction(name) and name.startswith(METRICS)]
+            raise ConfigError(f"--metric: expected one of {', '.join(names)} at step {step}, found {metric}")
+        return np.array([run.get(metric, math.nan) for run in runs])
+
+    def train(self, arm: Arm, seed: int, step: int) -> None:
+        """Train a run up to a step by processes of the launcher, and save it; a run that fails is an `MmldlmError`."""
+        run_dir = self.run_dir("base" if arm is self.base else arm.key, seed)
+        if reached(run_dir) >= step:
+            return
+        if time.monotonic() > self.deadline:
+            raise StoppedBySignal(f"--budget: its hours are over; {CONTINUE}")
+        settings = self.base.settings
+        first = settings["run.seed"] if settings["run.init_seed"] is None else settings["run.init_seed"]
+        words = shlex.split(self.launch) if self.launch else [sys.executable]
+        if arm.tree is not None:  # the launcher's files are relative to another folder
+            words = [str(Path(word).absolute()) if Path(word).is_file() else word for word in words]
+        words += ["-m", "mmldlm.train", *arm.arguments, f"run.dir={run_dir}", f"run.init_seed={first + seed}"]
+        run_dir.mkdir(parents=True, exist_ok=True)
+        log = run_dir / "race.log"
+        with log.open("wb") as output, stop_at_signals(CONTINUE):
+            try:
+                process = subprocess.Popen(
+                    [*words, f"--stop-at={step}"],
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    cwd=arm.tree,
+                    env=environment(arm.tree),
+                )
+            except OSError as error:
+                raise UsageError(f"--launch: expected a command, found {words[0]}: {error.strerror}") from None
+            try:
+                code = process.wait()
+            except BaseException:  # a signal: the run saves before this process ends
+                process.send_signal(signal.SIGTERM)
+                process.wait()
+                raise
+        if reached(run_dir) >= step:
+            return
+        exits = History(run_dir).exits if (run_dir / "exit.json").exists() else []
+        code = exits[0].code if exits and self.launch and code == 1 else code  # launchers have one code for all
+        code = ExitCode.PEER_LOST if code < 0 or code >= 128 else code  # a signal that is not the arm's fault
+        cause = last_line(log.read_text(encoding="utf-8", errors="replace")).removeprefix("mmldlm: error: ")
+        text = f"{arm.text}: exit code {code} at its training: {cause} ({log})"
+        raise error_from_exit_code(code, text)
+
+
+def _at(line: Mapping[str, Any]) -> tuple[Any, ...]:
+    return line["metric"], line["step"], line["seeds"]
+
+
+def reached(run_dir: Path) -> int:
+    """Return the step at which a run has saved and ended last; 0 if it never did."""
+    if not (run_dir / "metrics.jsonl").exists():
+        return 0
+    return max((record["step"] for record in History(run_dir).by_kind("end")), default=0)
+
+
+def result_line(result: dict[str, Any]) -> str:
+    """Return a result for the terminal."""
+    decision = f"{result['decision'] or 'undecided'}{', ' if result['reason'] else ''}{result['reason']}"
+    line = f"{result['n']}. {result['arm']}: {decision}"
+    if result["gain"] is None:
+        return line
+    low, high = (f"{100 * bound:+.3g}" for bound in result["interval"])
+    runs = "a run" if result["seeds"] == 1 else f"{result['seeds']} runs"
+    gain = f"better by {100 * result['gain']:+.3g} % [{low}, {high}]"
+    return f"{line}; {result['metric']} {gain} at step {result['step']:,} of {runs}"
