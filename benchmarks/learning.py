@@ -118,7 +118,7 @@ CASES = {
             "l2t.bleu": Bar(least=10),
             "l2t.reencoded_cosine": Bar(least=0.8),
             "t2l.recall_at_1": Bar(least=0.94),  # ridge regression from token counts: 0.995
-            "t2l.cosine": Bar(least=0.76),  # 0.88
+            "t2l.cosine": Bar(least=0.78),  # 0.88
         },
         settings=("model.latent_width=null",),
     ),
