@@ -163,9 +163,9 @@ def follow(page: str, reader: Reader) -> None:
 
 @cache
 def options_of(command: str) -> set[str]:
-    """All options in the help of a command."""
+    """All options in the help of a command, which may be one of another, such as `data sample`."""
     with redirect_stdout(io.StringIO()) as printed, suppress(SystemExit):
-        cli.main([command, "--help"])
+        cli.main([*command.split(), "--help"])
     return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", printed.getvalue()))
 
 
@@ -242,3 +242,17 @@ def test_the_index_names_each_page_by_its_question() -> None:
     listed = re.findall(r"^- \[(.*)\]\(([\w-]+)\.md\)$", index, re.MULTILINE)
     assert sorted((name, title) for title, name in listed) == sorted(titles.items())
     assert all(title.endswith("?") for title in titles.values())
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+)
+def test_commands_of_other_pages_exist(page: Path) -> None:
+    """Of each line of code that starts with a command of mmldlm, the command and its options."""
+    text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"^(?: {4}(?:\.venv/bin/)?|\.venv/bin/)mmldlm (?=[a-z]+(?: |$)).*", text, re.MULTILINE):
+        name, *words = shlex.split(line.partition("mmldlm ")[2].partition(" #")[0].partition(" | ")[0])
+        assert name in cli.COMMANDS, line
+        named = {word.strip("[]").partition("=")[0] for word in words if word.strip("[").startswith("--")}
+        options = options_of(f"{name} {words[0]}" if name in ("checkpoints", "data", "convert") else name)
+        assert named <= options, f"{line}: {named - options}"
