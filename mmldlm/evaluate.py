@@ -18,6 +18,7 @@ if __name__ == "__main__":  # before the imports below import torch
 
     start_rank()
 
+from mmldlm.checkpoint.names import checkpoint_name, step_and_revision
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.diffusion.noise import MODES
@@ -170,7 +171,7 @@ def _follow(options: argparse.Namespace, config: EvaluationConfig, processes: Co
     run: Path = options.run
     folder: Path = (options.out or run) / "evaluations"
     saved, settings = CheckpointStore(run / "checkpoints", Retention()), run_config(run)
-    done = max((int(path.stem.split("-")[1]) for path in folder.glob("step-*.json")), default=0)
+    done = max((number[0] for path in folder.glob("*.json") if (number := step_and_revision(path.stem))), default=0)
     boards, trackers = list[TensorBoard](), list[ExperimentTracker]()
     if processes.is_main:
         make_folder(folder)
@@ -203,7 +204,9 @@ def _follow(options: argparse.Namespace, config: EvaluationConfig, processes: Co
         for tracker in trackers:
             tracker.log(done, values)
         if processes.is_main:
-            write_atomically(folder / f"step-{done:08}.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+            write_atomically(
+                folder / f"{checkpoint_name(done)}.json", json.dumps(result, indent=1, allow_nan=False) + "\n"
+            )
     for board in boards:
         board.close()
     for tracker in trackers:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmldlm.checkpoint.manifest import Checkpoint, verify_checkpoint
+from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, verify_checkpoint
 from mmldlm.checkpoint.state import load_model_state
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles
@@ -169,6 +169,11 @@ def _with_json(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
             raise ConfigError(f"{key}: expected a number, found {short_repr(text)}")
         group[name] = value
     return tree
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a folder is a checkpoint, rather than a run or a bundle."""
+    return (path / MANIFEST).is_file() and not (path / BUNDLE_CONFIG).is_file()
 
 
 def newest_checkpoint(run_dir: Path | str, config: RunConfig) -> Checkpoint:

@@ -23,7 +23,7 @@ from mmldlm.model.initial_weights import InitConfig, InitialWeights, Taken
 from mmldlm.model.parts import frozen_parts, part_of
 from mmldlm.optim.ema import WEIGHTS_LABELS
 from mmldlm.run.compatibility import identity, saved_identity, saved_latent_stats
-from mmldlm.run.load import BUNDLE_CONFIG, choose_weights, newest_checkpoint, run_config
+from mmldlm.run.load import choose_weights, is_checkpoint, newest_checkpoint, run_config
 from mmldlm.utils.files import sha256
 from mmldlm.utils.short_repr import display_name, truncate
 
@@ -51,8 +51,7 @@ def find_source(init: InitConfig) -> dict[str, str]:
     if init.from_:
         path = Path(init.from_)
         try:
-            is_checkpoint = (path / MANIFEST).is_file() and not (path / BUNDLE_CONFIG).is_file()
-            checkpoint = verify_checkpoint(path) if is_checkpoint else newest_checkpoint(path, run_config(path))
+            checkpoint = verify_checkpoint(path) if is_checkpoint(path) else newest_checkpoint(path, run_config(path))
         except DataError as error:
             raise DataError(f"init.from: {error}") from None
         source |= {"checkpoint": str(checkpoint.path), "manifest": sha256(checkpoint.path / MANIFEST)}

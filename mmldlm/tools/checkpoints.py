@@ -20,7 +20,8 @@ from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import load_config
 from mmldlm.errors import DataError, ExitCode, UsageError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
-from mmldlm.run.load import BUNDLE_CONFIG, LoadedRun, load_run, run_config
+from mmldlm.run.compatibility import identity
+from mmldlm.run.load import LoadedRun, is_checkpoint, load_run, run_config
 from mmldlm.tools.config import config_diff
 from mmldlm.tools.export import check_new, save_bundle
 from mmldlm.tools.runs import MetricsReader
@@ -124,13 +125,12 @@ def merge_checkpoints(paths: Sequence[Path], shares: Sequence[float], weights: W
     """
     merged, sums, origin = None, dict[str, Tensor](), list[dict[str, Any]]()
     for path, share in zip(paths, shares, strict=True):
-        is_checkpoint = (path / MANIFEST).is_file() and not (path / BUNDLE_CONFIG).is_file()
-        folder = path.absolute().parent.parent if is_checkpoint else path
-        run = load_run(folder, path if is_checkpoint else None, None, weights, device="cpu")
+        folder, checkpoint = (path.absolute().parent.parent, path) if is_checkpoint(path) else (path, None)
+        run = load_run(folder, checkpoint, None, weights, device="cpu")
         if merged is None:
             merged = run
         for what, here, there in (
-            ("network and data", merged.info["identity"], run.info["identity"]),
+            ("network and data", identity(merged.config, merged.store), identity(run.config, run.store)),
             ("standardization of latents", merged.store.manifest.latent, run.store.manifest.latent),
         ):
             if here != there:

@@ -1,4 +1,4 @@
-"""By how much an arm is better than the base, luck included, and how sure one must be for the n-th proposal.
+"""Gains of arms over the base, luck included, and how sure one must be of them for the n-th proposal.
 
 All runs of a race have the same samples, noise and masks, so what differs between two runs of one config is luck alone:
 the initial weights, and what rounding makes of them. The base is trained from several initial weights, which show how
@@ -36,7 +36,7 @@ def share(n: int) -> float:
 
 @dataclass(frozen=True)
 class Gain:
-    """By how much the mean of an arm is better than that of a reference, as a fraction of the reference's.
+    """The gain of an arm's mean over a reference's, as a fraction of the reference's.
 
     Attributes:
         error: Standard error of `value`, by the spread within each of the configs.
