@@ -32,7 +32,7 @@ from mmldlm.model.layers import (
     modulate_at_once,
     rotary_angles,
 )
-from mmldlm.model.ops import SampleRows, add_gated, gather_rows, modulate, runs_on_cpu
+from mmldlm.model.ops import SampleRows, add_gated, gather_rows, load_gpu_kernels, modulate, runs_on_cpu
 from mmldlm.model.parts import Part, part_of
 from mmldlm.settings.declaration import setting
 
@@ -310,6 +310,8 @@ class MMDiT(nn.Module):
             positions: int64 [P], the tokens to predict; the text head runs on no others.
             targets: int64 [P], their true tokens. If given, the text head returns likelihoods instead of logits.
         """
+        if noised_latents.is_cuda:
+            load_gpu_kernels()
         dtype = DTYPES[self.precision]
         # Autocast in here, so that it is the same under every engine, in training and in inference.
         with torch.autocast(noised_latents.device.type, dtype, enabled=dtype != torch.float32):

@@ -7,7 +7,7 @@ inputs; SwiGLU rounds SiLU to the type of its input before the product. On a CPU
 in chunks that fit into a core's cache together with their results.
 
 Shape letters: B samples, T rows of a stream, D width, O outputs of a linear layer, H heads, K width of a head, F hidden
-width, S segments of rows.
+width.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
@@ -27,9 +29,16 @@ from torch.autograd.function import once_differentiable
 EPSILON = 1e-6
 CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
 MAX_FAKE_CHUNKS = 16  # per tensor without memory, where chunks only cost time; the memory of one stays small
-SEGMENT_ROWS = 32  # rows that a GPU thread adds up one after the other
 _assumed_device: ContextVar[str | None] = ContextVar("assumed_device", default=None)
+_gpu_kernels: Any = None  # the module, once `load_gpu_kernels` has found Triton
 P = ParamSpec("P")
+
+
+def load_gpu_kernels() -> None:
+    """Import the kernels of a GPU, where Triton is installed: PyTorch for CUDA brings it, that for CPUs does not."""
+    global _gpu_kernels
+    if _gpu_kernels is None and find_spec("triton") is not None:
+        _gpu_kernels = import_module("mmldlm.model.gpu_kernels")
 
 
 def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
@@ -64,27 +73,21 @@ def runs_on_cpu(x: Tensor) -> bool:
 
 
 class SampleRows(NamedTuple):
-    """Sample of each row of a stream, in ascending order, and how a GPU adds up the rows of each sample.
+    """Sample of each row of a stream, in ascending order, and on a GPU where the rows of each sample begin.
 
     `index_add_` on a GPU adds the rows of a sample by atomic operations on the same memory, in an order that differs
-    between runs. Sums over segments of at most `SEGMENT_ROWS` rows, then over the segments of each sample, run in
-    parallel and always in the same order.
+    between runs. Sums from one place to the next are always in the same order.
     """
 
     ids: Tensor  # int64 [T], the sample of each row
-    segments: Tensor | None = None  # int64 [S + 1], first rows of segments within a sample, then T; None on a CPU
-    samples: Tensor | None = None  # int64 [B + 1], first segments of the samples, then S; None on a CPU
+    offsets: Tensor | None = None  # int64 [B + 1], first rows of the samples, then T; None on a CPU
 
     @classmethod
     def of(cls, index_T: Tensor, num_samples: int) -> SampleRows:
         """Return the rows whose samples are `index_T`, without waiting for the device."""
         if runs_on_cpu(index_T):
             return cls(index_T)
-        rows, samples = len(index_T), torch.arange(num_samples + 1, device=index_T.device)
-        first_rows = torch.searchsorted(index_T, samples)
-        # A segment may be empty: where a sample begins at a multiple of SEGMENT_ROWS, or has no rows.
-        segments = torch.cat([first_rows, torch.arange(0, rows, SEGMENT_ROWS, device=index_T.device)]).sort().values
-        return cls(index_T, segments, torch.searchsorted(segments, first_rows))
+        return cls(index_T, torch.searchsorted(index_T, torch.arange(num_samples + 1, device=index_T.device)))
 
     def select(self, positions_P: Tensor, num_samples: int) -> SampleRows:
         """Return the rows at ascending positions."""
@@ -92,33 +95,31 @@ class SampleRows(NamedTuple):
 
     def sums(self, values_TD: Tensor) -> Tensor:
         """Return the sums [B, D] of each sample's rows, in float32, on a GPU."""
-        assert self.segments is not None and self.samples is not None
-        partial_SD = _segment_sums(values_TD.float(), self.segments)
-        return _segment_sums(partial_SD, self.samples)
-
-
-def _segment_sums(values_TD: Tensor, offsets: Tensor) -> Tensor:
-    # Unchecked, since a check of the offsets would wait for the device.
-    return torch.segment_reduce(values_TD, "sum", offsets=offsets, axis=0, initial=0, unsafe=True)
+        assert self.offsets is not None
+        if _gpu_kernels is not None and values_TD.is_cuda:
+            out: Tensor = _gpu_kernels.sample_sums(values_TD.contiguous(), self.offsets)
+            return out
+        # Unchecked, since a check of the offsets would wait for the device.
+        return torch.segment_reduce(values_TD.float(), "sum", offsets=self.offsets, axis=0, initial=0, unsafe=True)
 
 
 class _GatherRows(Function):
     @staticmethod
-    def forward(ctx: Any, table_BD: Tensor, index_T: Tensor, segments: Tensor | None, samples: Tensor | None) -> Tensor:
-        ctx.save_for_backward(index_T, segments, samples)
+    def forward(ctx: Any, table_BD: Tensor, index_T: Tensor, offsets: Tensor | None) -> Tensor:
+        ctx.save_for_backward(index_T, offsets)
         return table_BD.index_select(0, index_T)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        return SampleRows(*ctx.saved_tensors).sums(grad_TD).to(grad_TD.dtype), None, None, None
+        return SampleRows(*ctx.saved_tensors).sums(grad_TD).to(grad_TD.dtype), None, None
 
 
 def gather_rows(table_BD: Tensor, rows: SampleRows | None) -> Tensor:
     """Return the table entry of each row's sample, [T, D]. `rows` None: row i belongs to sample i."""
     if rows is None:
         return table_BD
-    if rows.segments is None:
+    if rows.offsets is None:
         return table_BD.index_select(0, rows.ids)
     out: Tensor = _GatherRows.apply(table_BD, *rows)
     return out
@@ -126,7 +127,7 @@ def gather_rows(table_BD: Tensor, rows: SampleRows | None) -> Tensor:
 
 def _add_to_samples(sums_BD: Tensor | None, rows: SampleRows | None, values_TD: Tensor, num_samples: int) -> Tensor:
     """Return the samples' sums, None for zeros, with each row's values added: the adjoint of `gather_rows`."""
-    if rows is not None and rows.segments is not None:
+    if rows is not None and rows.offsets is not None:
         return rows.sums(values_TD) if sums_BD is None else sums_BD.add_(rows.sums(values_TD))
     if sums_BD is None and rows is None and not runs_on_cpu(values_TD):
         return values_TD.float()
@@ -364,7 +365,6 @@ def _apply_rotary(x_T2HK: Tensor, cos: Tensor | None, sin: Tensor | None, out: T
         out.copy_(rotated)
 
 
-@memory_saving(_NormalizeHeads)
 def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
     """Normalize q and k to unit root mean square and scale them (arXiv 2302.05442), then rotate them; v is unchanged.
 
@@ -377,6 +377,14 @@ def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, T
     Returns:
         q, k and v [T, 3, H, K] in the type of `qkv_T3HK`.
     """
+    if _gpu_kernels is not None and qkv_T3HK.is_cuda:
+        out: Tensor = _gpu_kernels.NormalizeHeads.apply(qkv_T3HK, weight_2K, *(rotary or (None, None)), EPSILON)
+        return out
+    return _normalize_heads(qkv_T3HK, weight_2K, rotary)
+
+
+@memory_saving(_NormalizeHeads)
+def _normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
     qk = F.rms_norm(qkv_T3HK[:, :2].float(), qkv_T3HK.shape[-1:], eps=EPSILON) * weight_2K[:, None]
     if rotary is not None:
         cos, sin = (angle[..., None, :] for angle in _per_head(rotary))

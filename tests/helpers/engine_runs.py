@@ -62,6 +62,8 @@ def some(*engines: str) -> list[Any]:
 def environment(**changes: str) -> dict[str, str]:
     # Without what a run in this very process has exported before.
     inherited = {name: value for name, value in os.environ.items() if "NCCL" not in name and "TORCH_FR" not in name}
+    if "PYTHONPATH" in changes:
+        changes["PYTHONPATH"] = os.pathsep.join(filter(None, [changes["PYTHONPATH"], os.environ.get("PYTHONPATH")]))
     return {**inherited, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **changes}
 
 

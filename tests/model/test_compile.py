@@ -141,7 +141,7 @@ def test_compiled_curve_is_equal_without_recompilation(
 @needs_compiler
 @pytest.mark.slow
 def test_a_block_is_one_region_that_compiles_once() -> None:
-    """200 micro-batches of other shapes, as on a GPU: rows by segments, attention inside of the region."""
+    """200 micro-batches of other shapes, as on a GPU: sums by offsets, attention inside of the region."""
     torch._dynamo.reset()
     random = torch.Generator().manual_seed(0)
     model, compiled = (small_model(latent_tokens=2, backend="math") for _ in range(2))
