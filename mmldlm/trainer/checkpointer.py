@@ -40,6 +40,8 @@ from mmldlm.utils.files import FileInfo, sha256
 log = logging.getLogger(__name__)
 
 REQUEST_FILE = "CHECKPOINT"  # in the run folder: asks for a checkpoint
+BLOCK_BYTES = 64 * 2**20  # of page-locked memory
+ALIGNMENT = 64  # bytes, of a buffer
 REQUEST_POLL_INTERVAL_S = 1.0  # since a look-up on a network file system is slow
 PROVENANCE = ("engine", "world_size", "versions", "git", "data_manifest", "init")  # of the start-up report
 
@@ -98,6 +100,7 @@ class Checkpointer:
         self._save_time = self._poll_time = time.monotonic()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging: dict[str, Tensor] = {}
+        self._block = torch.empty(0, dtype=torch.uint8)  # page-locked, what is left of it for further buffers
         self._pending: _PendingCheckpoint | None = None
         if self.mirror is not None and self.saved_at is not None:
             self.mirror.request(self.saved_at)
@@ -271,13 +274,27 @@ class Checkpointer:
             part, key = part.reshape(sliced.slice_shape(start, stop)), f"{group}/{name}"
             copy = self._staging.get(key)
             if copy is None or copy.shape != part.shape or copy.dtype != part.dtype:
-                copy = self._staging[key] = torch.empty_like(part, device="cpu", pin_memory=part.is_cuda)
+                copy = self._staging[key] = self._host_buffer(part)
             copy.copy_(part, non_blocking=on_cuda)
             copies.setdefault(group, {})[name] = copy
         # Copies into page-locked memory do not block, and the writer must not start before they are done.
         if on_cuda:
             torch.cuda.synchronize(engine.device)
         return {group: TensorGroup(engine.num_writers, entries) for group, entries in tensors.items()}, copies
+
+    def _host_buffer(self, part: Tensor) -> Tensor:
+        """Return memory on the host for a copy of `part`, page-locked if that is on a GPU.
+
+        Locking pages takes milliseconds a call, and PyTorch rounds each up to a power of two: tensors share blocks.
+        """
+        if not part.is_cuda:
+            return torch.empty_like(part, device="cpu")
+        size = -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        if len(self._block) < size:
+            self._block = torch.empty(max(size, BLOCK_BYTES), dtype=torch.uint8, pin_memory=True)
+        buffer, self._block = self._block.split([size, len(self._block) - size])
+        # By numpy, a storage of its own: of tensors that share one, the writer would copy all but the first.
+        return torch.from_numpy(buffer.numpy()[: part.nbytes]).view(part.dtype).view(part.shape)
 
 
 def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:

@@ -18,6 +18,12 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
 _NEVER = -1  # converted to the largest unsigned size
 _GROWTH_BYTES = 64 * 2**20
 
+CUDA_ALLOCATOR_OPTIONS = (
+    "expandable_segments:True",
+    # For the buffers of checkpoints: eight threads map their pages, in a third of the time of cudaHostAlloc.
+    "pinned_use_cuda_host_register:True",
+    "pinned_num_register_threads:8",
+)
 CUDA_ALLOCATOR_ENV = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # PyTorch also reads the older name
 
 
@@ -39,9 +45,9 @@ def keep_freed_memory() -> bool:
 
 
 def configure_cuda_allocator(environment: MutableMapping[str, str]) -> None:
-    """Make PyTorch's allocator on GPUs grow its segments, unless the user has set options of it in `environment`.
+    """Set `CUDA_ALLOCATOR_OPTIONS` of PyTorch's allocator on GPUs, unless the user has set any in `environment`.
 
     Must be called before CUDA starts.
     """
     if not any(name in environment for name in CUDA_ALLOCATOR_ENV):
-        environment[CUDA_ALLOCATOR_ENV[0]] = "expandable_segments:True"
+        environment[CUDA_ALLOCATOR_ENV[0]] = ",".join(CUDA_ALLOCATOR_OPTIONS)
