@@ -1,4 +1,4 @@
-"""A trace of a few steps: host and GPU timelines, and a table of the most expensive operators."""
+"""A trace of a few steps: host and GPU timelines, and a table of the most expensive operators; what fills a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WARMUP_STEPS = 1  # traced and thrown away: the first ones have the overhead of
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps to trace, on which ranks."""
+    """Which steps to trace, on which ranks, and how many allocations to remember."""
 
     steps: list[int] = setting(
         factory=list,
@@ -30,6 +30,13 @@ class ProfileConfig:
         "slower; two or three are enough",
     )
     ranks: list[int] = setting(factory=lambda: [0], doc="ranks that write a trace")
+    memory_history: int = setting(
+        0,
+        "allocations on a GPU to remember, with the lines that made them; if memory runs out they are written to "
+        "run.dir/profile, for https://pytorch.org/memory_viz; 0: none",
+        at_least=0,
+        advice="100000, a few steps of a large network, to see what fills a GPU",
+    )
 
     def __post_init__(self) -> None:
         if self.steps and not (len(self.steps) == 2 and 1 <= self.steps[0] <= self.steps[1]):
@@ -44,6 +51,9 @@ class StepProfiler(Callback):
         # Without a trace, a range that contains no step.
         self.first, self.last = config.steps if config.steps and rank in config.ranks else (0, -_WARMUP_STEPS - 1)
         self._profile: profile | None = None
+        self._remembers = bool(config.memory_history) and device_type == "cuda"
+        if self._remembers:
+            torch.cuda.memory._record_memory_history(max_entries=config.memory_history, stacks="python")
 
     def before_step(self, step: int) -> None:
         """Start a trace if it is due; a run that resumes within the steps traces the rest of them."""
@@ -70,10 +80,12 @@ class StepProfiler(Callback):
                 self.close()
 
     def close(self) -> None:
-        """Stop a running trace and write it."""
+        """Stop a running trace and write it; forget the allocations."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
+        if self._remembers:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, profiler: profile) -> None:
         device = "cuda" if self.device_type == "cuda" else "cpu"
@@ -88,6 +100,14 @@ class StepProfiler(Callback):
             (self.folder / f"operations.rank{self.rank}.txt").write_text(table, encoding="utf-8")
         except OSError as error:
             raise StorageError(f"cannot write {self.folder}: {error.strerror or error}") from error
+
+
+def write_memory_history(run_dir: Path, rank: int) -> Path:
+    """Write what is in the memory of a GPU, and the allocations remembered; return the file."""
+    path = run_dir / FOLDER / f"memory.rank{rank}.pickle"
+    path.parent.mkdir(exist_ok=True)
+    torch.cuda.memory._dump_snapshot(str(path))
+    return path
 
 
 def phase(name: str) -> torch.profiler.record_function:

@@ -7,12 +7,18 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from mmldlm.config import TrainConfig
+import torch
+
+from mmldlm.config import RunConfig
+from mmldlm.data.store import Store
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.exit_files import write_exit
 from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.distributed.memory_probe import is_out_of_memory
 from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StorageError, exit_code_and_cause
+from mmldlm.telemetry.profiler import write_memory_history
+from mmldlm.trainer.engine_memory import MIB, Sharding, rank_memory
+from mmldlm.trainer.memory_estimate import estimate
 from mmldlm.utils.files import is_at
 from mmldlm.utils.short_repr import truncate
 
@@ -44,7 +50,7 @@ class RunEnd(ExitStack):
         """At the end, `fetch` what the device has computed, and `finish` the checkpoint in progress."""
         self._fetch, self._finish = fetch, finish
 
-    def end(self, error: BaseException | None, train: TrainConfig, step: int) -> None:
+    def end(self, error: BaseException | None, config: RunConfig, step: int) -> None:
         """Close all parts, and write `exit.json` if this run owns its folder, since launchers collapse exit codes.
 
         Raises:
@@ -53,7 +59,7 @@ class RunEnd(ExitStack):
         engine = self._engine
         lost: MmldlmError | None = None
         if engine is not None and isinstance(error, Exception):
-            lost = _out_of_memory(error, train, step, self._launch) if is_out_of_memory(error) else None
+            lost = _out_of_memory(error, config, step, self._launch, engine) if is_out_of_memory(error) else None
             lost = engine.diagnose(lost or error) or lost
         owns_dir = self._owned_dir is not None and is_at(self._owned_dir, self._run_dir)
         if isinstance(error, FileNotFoundError) and self._owned_dir is not None and not owns_dir:
@@ -81,12 +87,27 @@ class RunEnd(ExitStack):
             raise lost from error
 
 
-def _out_of_memory(error: Exception, train: TrainConfig, step: int, launch: LauncherEnv) -> ConfigError:
+def _out_of_memory(error: Exception, config: RunConfig, step: int, launch: LauncherEnv, engine: Engine) -> ConfigError:
+    train = config.train
     size = train.batch_at(step, launch.world_size)
     key = "micro_batch_tokens" if size.micro_batch_tokens else "micro_batch_size"
     auto = "" if train.auto_micro_batch else " or set train.auto_micro_batch=true"
     return ConfigError(
         f"train.{key}: rank {launch.rank} ran out of memory after step {step:,}; expected less than "
         f"{getattr(size, key):,}, which changes no curve: lower it{auto}, or memory.activation_checkpointing=full "
-        f"({truncate(' '.join(str(error).split()))})"
+        f"({truncate(' '.join(str(error).split()))}){_memory_history(config, launch, engine)}"
     )
+
+
+def _memory_history(config: RunConfig, launch: LauncherEnv, engine: Engine) -> str:
+    """Write what fills a GPU, if the run remembers it; return the rest of the message."""
+    if not config.profile.memory_history or engine.device.type != "cuda":
+        return ""
+    try:
+        written = write_memory_history(Path(config.run.dir), launch.rank)
+        needed = estimate(config, Store.open(config.data.path), launch.world_size, steps_per_stage=1).step
+        peak = rank_memory(needed, Sharding(engine.name, config.precision, launch.world_size, launch.replicas)).peak
+    except Exception as failure:  # which must not hide that memory ran out
+        return f"; profile.memory_history: {truncate(str(failure))}"
+    used = torch.cuda.max_memory_allocated(engine.device) / MIB
+    return f"; {used:,.0f} MiB at the peak, {peak:,.0f} by the estimate; {written} has all allocations"

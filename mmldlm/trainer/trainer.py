@@ -84,7 +84,7 @@ class Trainer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            self._end.end(error, self.config.train, self.state.step)
+            self._end.end(error, self.config, self.state.step)
         finally:
             self.callbacks.clear()  # which may hold this trainer: a cycle would keep network and loader in memory
 

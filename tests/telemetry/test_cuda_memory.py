@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 
+from mmldlm.config import load_config
+from mmldlm.errors import ConfigError
 from mmldlm.telemetry.resources import memory_metrics
+from mmldlm.train import train_step
+from mmldlm.trainer.trainer import Trainer
 
 MIB = 2**20
 
@@ -78,3 +84,19 @@ def test_peak_of_freed_memory_on_cuda() -> None:
     del block
     peaks = [memory_metrics()["memory/cuda_peak_allocated_mib"] - before for _ in range(2)]
     assert peaks[0] >= 64 > peaks[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.setting("profile.memory_history")
+def test_history_of_memory_that_ran_out(tiny_config: Path, tmp_path: Path) -> None:
+    config = load_config(tiny_config, [f"run.dir={tmp_path / 'run'}", "profile.memory_history=10000"])
+    expected = r"MiB at the peak, [\d,]+ by the estimate; .*memory.rank0.pickle"
+    with pytest.raises(ConfigError, match=expected), Trainer(config) as run:
+        for step, micro_batches in run.steps():
+            train_step(run, step, micro_batches)
+            torch.empty(2**42, dtype=torch.uint8, device="cuda")
+    snapshot = pickle.loads((tmp_path / "run" / "profile" / "memory.rank0.pickle").read_bytes())
+    events = [event for trace in snapshot["device_traces"] for event in trace]
+    assert any(event["action"] == "oom" for event in events)
+    assert any("mmdit.py" in frame["filename"] for event in events for frame in event.get("frames", ()))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mmldlm import train
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.tools import verify
@@ -37,8 +38,8 @@ def changes_of(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_one_gpu_tries_its_micro_batches(tiny_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
-    forked.succeed("single", tmp_path / "run", 1, tiny_config, AUTO)
+def test_one_gpu_tries_its_micro_batches(tiny_config: Path, tmp_path: Path) -> None:
+    assert train.main([str(tiny_config), AUTO, f"run.dir={tmp_path / 'run'}"]) == 0
     assert len(records(tmp_path / "run")) == 8
 
 
