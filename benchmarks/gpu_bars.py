@@ -1,7 +1,7 @@
 """Bars for the results of `scripts/gpu_check.sh`, in one table: for one H200, with a dense peak of 989 TFLOP/s.
 
 `tests/benchmarks/test_gpu_results.py` holds the committed results against them. What has not been measured is neither
-passed nor failed.
+passed nor failed. A bar that the committed result misses says why: it is a goal until a result passes it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Bar:
         at_most: The largest value that passes.
         stretch: What may be possible beyond that.
         over: Keys of a number by which it is divided.
+        missed: Why the committed result misses the bar; empty if it passes.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Bar:
     at_most: float = math.inf
     stretch: float | None = None
     over: tuple[str, ...] = ()
+    missed: str = ""
 
     def measured(self, results: Results) -> float | None:
         """Return the number; None if it was not measured, NaN if its measurement failed."""
@@ -72,11 +74,17 @@ def _reference(variant: str) -> tuple[str, ...]:
 
 # bf16, micro-batches of 32 samples of 512 tokens. docs/performance.md has the reasons for the figures.
 BARS = (
-    Bar("`pytest -m gpu`: exit code", ("smoke", "gpu_tests", "exit"), at_most=0),
+    Bar("`pytest -m gpu`: exit code", ("smoke", "gpu_tests", "exit"), at_most=0, missed="two tests were at fault"),
     Bar("engines at world size 1 over NCCL: runs that failed", ("smoke", "engines", "failed"), at_most=0),
     Bar("their bf16 curves against one process: relative", ("smoke", "engines", "largest_difference"), at_most=5e-3),
     Bar("MFU, 24 x 1024, eager", _run("24x1024-full-32-eager", "mfu"), at_least=0.30),
-    Bar("MFU, 24 x 1024, compiled", _run("24x1024-full-32-compiled", "mfu"), at_least=0.38, stretch=0.42),
+    Bar(
+        "MFU, 24 x 1024, compiled",
+        _run("24x1024-full-32-compiled", "mfu"),
+        at_least=0.38,
+        stretch=0.42,
+        missed="attention at half of the expected rate, and a host that launches too slowly",
+    ),
     Bar("MFU, 12 x 768, compiled", _run("12x768-full-32-compiled", "mfu"), at_least=0.28, stretch=0.34),
     Bar("MFU, 24 x 2048, compiled", _run("24x2048-full-32-compiled", "mfu"), at_least=0.45, stretch=0.52),
     Bar(
@@ -90,6 +98,7 @@ BARS = (
         at_least=0.85,
         stretch=0.95,
         over=("speed", "plain", "compiled", "tokens_per_s"),
+        missed="as above",
     ),
     Bar(
         "tokens/s of documents in micro-batches of 32,768 tokens against full ones",
@@ -104,16 +113,33 @@ BARS = (
         over=_run("24x1024-full-32-compiled", "tokens_per_s"),
     ),
     Bar("share of a step that waits for data", _run("24x1024-full-32-compiled", "data_wait_share"), at_most=0.01),
-    Bar("memory reserved against allocated", _run("24x1024-full-32-compiled", "reserved_share"), at_most=1.15),
-    Bar("kernels of a step, 24 x 1024, eager", ("profile", "eager", "kernels"), at_most=3500, stretch=1500),
+    Bar("memory reserved against allocated", ("profile", "compiled", "reserved_share"), at_most=1.15),
+    Bar(
+        "kernels of a step, 24 x 1024, eager",
+        ("profile", "eager", "kernels"),
+        at_most=3500,
+        stretch=1500,
+        missed="measured before the kernels of heads and sums",
+    ),
     Bar(
         "share of a step with the GPU busy, compiled",
         ("profile", "compiled", "busy"),
         at_least=0.97,
         stretch=0.99,
+        missed="the host takes 10 us for a launch",
     ),
-    Bar("stall of the first checkpoint, 386M, s", ("profile", "saving", "first_stall_s"), at_most=1.0),
-    Bar("stall of later checkpoints, 386M, s", ("profile", "saving", "later_stall_s"), at_most=0.3),
+    Bar(
+        "stall of the first checkpoint, 386M, s",
+        ("profile", "saving", "first_stall_s"),
+        at_most=1.0,
+        missed="measured before memory was locked in blocks, with the wait of the next save",
+    ),
+    Bar(
+        "stall of later checkpoints, 386M, s",
+        ("profile", "saving", "later_stall_s"),
+        at_most=0.3,
+        missed="saves came faster than the disk wrote them",
+    ),
     Bar(
         "tokens/s against mmdit with 2 streams",
         _reference("trainer-compiled"),
@@ -144,6 +170,7 @@ def rows(results: Results) -> list[dict[str, Any]]:
         sign, limit = ("at least", bar.at_least) if bar.at_least > -math.inf else ("at most", bar.at_most)
         value = bar.measured(results)
         shown = "" if value is None else "failed" if math.isnan(value) else _number(value)
+        shown += f", missed: {bar.missed}" if bar.missed and value is not None and not bar.passes(value) else ""
         stretch = "" if bar.stretch is None else _number(bar.stretch)
         table.append({"what": bar.name, "bar": f"{sign} {_number(limit)}", "stretch": stretch, "measured": shown})
     return table

@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -36,16 +37,23 @@ from benchmarks.memory import GPU_SETTINGS, SETTINGS, measure
 from mmldlm.distributed.launch import DDP
 from mmldlm.model.flops import peak_flops
 
-BUDGET_S = 555.0  # of a stage, where a command may take 600
+BUDGET_S = float(os.environ.get("GPU_CHECK_SECONDS", 555))  # of a stage, where a command may take 600
 STARTED = time.perf_counter()
 TRAIN = """
 import sys
 import torch
 from benchmarks.memory import train
 from mmldlm.config import load_config
-train(load_config(None, sys.argv[1:]))
-if torch.cuda.is_available():
-    print("peaks", torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved())
+runs, failed = [[]], []
+for argument in sys.argv[1:]:
+    runs.append([]) if argument == "--" else runs[-1].append(argument)
+for settings in runs:
+    try:
+        train(load_config(None, settings))
+    except Exception as error:
+        failed.append(f"{settings}: {type(error).__name__}: {error}")
+    torch.compiler.reset()
+sys.exit("\\n".join(failed) or 0)
 """
 LEFT_OUT = "left out: no time"
 Result = dict[str, Any]
@@ -73,7 +81,7 @@ def run(command: Sequence[str], limit: float) -> tuple[int, str]:
             command, capture_output=True, text=True, timeout=max(1.0, min(limit, left())), env=environment, cwd=ROOT
         )
     except subprocess.TimeoutExpired as error:
-        return 124, f"{error.stdout or ''}"[-2000:]
+        return 124, (error.stdout or b"").decode(errors="replace")[-2000:]
     return done.returncode, done.stdout + done.stderr
 
 
@@ -165,7 +173,9 @@ def _attention(rows: int, length: int) -> Result:
 def gpu_tests(_: Options) -> Result:
     """The tests that need a GPU."""
     files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
-    code, text = run([sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *files], 240)
+    code, text = run(
+        [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-n", "4", *files], 240
+    )
     return {"exit": code, "tail": text[-3000:]}
 
 
@@ -195,18 +205,37 @@ def train(options: Options, *settings: str, engine: str = "", limit: float = 200
             command += ["-c", TRAIN]
         start = time.perf_counter()
         code, text = run([*command, f"run.dir={folder}", *settings], limit)
-        named = [setting.replace(f"{options.stores.resolve()}/", "") for setting in settings]
-        result: Result = {"exit": code, "wall_s": round(time.perf_counter() - start, 1), "settings": named}
-        metrics = folder / "metrics.jsonl"
-        records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+        result = {"wall_s": round(time.perf_counter() - start, 1), **trained(options, folder, settings, code, text)}
         for trace in sorted(folder.glob("profile/*.json.gz")) if traces else []:
             shutil.copy(trace, options.out / f"{traces}-trace.json.gz")
-    if code:
-        return result | {"tail": text[-1500:]}
-    if peaks := re.search(r"(?m)^peaks (\d+) (\d+)$", text):
-        allocated, reserved = map(int, peaks.groups())
-        result |= {"peak_bytes": allocated, "reserved_share": reserved / allocated}
-    return result | _numbers(records)
+    return result
+
+
+def train_in_turns(options: Options, runs: dict[str, tuple[str, ...]]) -> Result:
+    """Run trainings one after the other in one process, as long as there is time, and return the result of each."""
+    with tempfile.TemporaryDirectory() as temporary:
+        command = [sys.executable, "-c", TRAIN]
+        for name, settings in runs.items():
+            command += ["--"] * (len(command) > 3) + [f"run.dir={temporary}/{name}", *settings]
+        _, text = run(command, left() - 5)
+        folders = {name: Path(temporary) / name for name in runs}
+        ended = {name for name, folder in folders.items() if (folder / "exit.json").exists()}
+        failed = {name for name in ended if json.loads((folders[name] / "exit.json").read_text())["code"]}
+        results: Result = {
+            name: trained(options, folders[name], settings, int(name in failed), text)
+            for name, settings in runs.items()
+            if name in ended
+        }
+    return results | ({LEFT_OUT: [name for name in runs if name not in ended]} if len(ended) < len(runs) else {})
+
+
+def trained(options: Options, folder: Path, settings: Sequence[str], code: int, text: str) -> Result:
+    """Return the exit code, curve and numbers of a run."""
+    metrics = folder / "metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+    named = [setting.replace(f"{options.stores.resolve()}/", "") for setting in settings]
+    result: Result = {"exit": code, "settings": named}
+    return result | ({"tail": text[-1500:]} if code else _numbers(records))
 
 
 def _numbers(records: Sequence[Result]) -> Result:
@@ -217,11 +246,15 @@ def _numbers(records: Sequence[Result]) -> Result:
     names = {"step_s": "speed/step_s", "tokens_per_s": "speed/tokens_per_s", "mfu": "speed/mfu"}
     numbers |= {name: last[key] for name, key in names.items() if key in last}
     numbers["data_wait_share"] = last["speed/data_wait_s"] / last["speed/step_s"]
-    stalls = [record["stall_s"] for record in records if record.get("kind") == "checkpoint"]
-    if stalls:
-        numbers["first_stall_s"] = stalls[0]
-    if len(stalls) > 1:
-        numbers["later_stall_s"] = max(stalls[1:])
+    if "memory/cuda_peak_allocated_mib" in last:
+        allocated = max(record["memory/cuda_peak_allocated_mib"] for record in steps)
+        reserved = max(record["memory/cuda_peak_reserved_mib"] for record in steps)
+        numbers |= {"peak_bytes": allocated * 2**20, "reserved_share": reserved / allocated}
+    saved = [record for record in records if record.get("kind") == "checkpoint"]
+    if saved:
+        numbers |= {"first_stall_s": saved[0]["stall_s"], "written_s": [record["seconds"] for record in saved]}
+    if len(saved) > 1:
+        numbers["later_stall_s"] = saved[1]["stall_s"]
     return numbers
 
 
@@ -256,11 +289,12 @@ def engines(options: Options) -> Result:
         *MODES["eager"],
         data(options, "documents"),
     )
-    runs = {"single": train(options, *settings)}
-    for engine in ENGINES:
-        runs[engine] = train(options, *settings, engine=engine, limit=90)
-        print_status(f"{engine}: exit {runs[engine]['exit']}")
-    runs["auto_micro_batch"] = train(options, *settings, "train.auto_micro_batch=true")
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as threads:  # nothing is timed here
+        started = {"single": threads.submit(train, options, *settings)}
+        for engine in ENGINES:
+            started[engine] = threads.submit(train, options, *settings, engine=engine)
+        started["auto_micro_batch"] = threads.submit(train, options, *settings, "train.auto_micro_batch=true")
+    runs = {name: run.result() for name, run in started.items()}
     differences = [
         abs(ours - one) / abs(one)
         for result in runs.values()
@@ -346,21 +380,23 @@ def runs(options: Options) -> Result:
 
     Documents and sentences come in micro-batches of up to `BUDGET_TOKENS`, full samples in one micro-batch.
     """
-    wanted: list[tuple[str, Kind, int, str]] = [(size, "full", 32, "compiled") for size in SIZES]
+    wanted: list[tuple[str, Kind, int, str]] = [(size, "full", 32, "compiled") for size in ("24x1024", "12x768")]
     wanted += [("24x1024", "documents", 256, "compiled"), ("24x1024", "sentences", 2048, "compiled")]
+    wanted += [("24x2048", "full", 32, "compiled")]
     wanted += [(size, "full", 32, "eager") for size in SIZES]
     wanted += [("12x768", "documents", 256, mode) for mode in ("compiled", "eager")]
     wanted += [("24x1024", "full", 8, mode) for mode in ("compiled", "eager")]
-    results: Result = {}
+    settings: dict[str, tuple[str, ...]] = {}
     for size, kind, samples, mode in wanted:
-        name = f"{size}-{kind}-{samples}-{mode}"
         budget = () if kind == "full" else (f"train.micro_batch_tokens={BUDGET_TOKENS}",)
-        if left() < MIN_RUN_S:
-            results.setdefault(LEFT_OUT, []).append(name)
-            continue
-        steps = steps_of(options, 60, samples)
-        results[name] = train(options, model(options, size), steps, *QUIET, *MODES[mode], *budget, data(options, kind))
-        print_status(f"{name}: {results[name].get('tokens_per_s', 0):,.0f} tokens/s, exit {results[name]['exit']}")
+        steps = steps_of(options, 40, samples)
+        settings[f"{size}-{kind}-{samples}-{mode}"] = (
+            model(options, size), steps, *QUIET, *MODES[mode], *budget, data(options, kind)
+        )  # fmt: skip
+    results = train_in_turns(options, settings)
+    for name, result in results.items():
+        if name != LEFT_OUT:
+            print_status(f"{name}: {result.get('tokens_per_s', 0):,.0f} tokens/s, exit {result['exit']}")
     return results
 
 
@@ -416,9 +452,9 @@ def compiled(options: Options) -> Result:
 
 
 def saving(options: Options) -> Result:
-    """Stalls of checkpoints while a network of 386M parameters trains."""
-    checkpoints = (*QUIET, *MODES["eager"], "checkpoint.every_steps=8")
-    size, steps = model(options, "24x1024"), steps_of(options, 24, 16)
+    """Stalls of checkpoints while a network of 386M parameters trains, each after the one before was written."""
+    checkpoints = (*QUIET, *MODES["eager"], f"checkpoint.every_steps={8 if options.tiny else 40}")
+    size, steps = model(options, "24x1024"), steps_of(options, 120, 16)
     return train(options, size, steps, *checkpoints, data(options, "documents"))
 
 
@@ -473,11 +509,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--out", type=Path, required=True, help="folder of the result")
     parser.add_argument("--stores", type=Path, required=True, help="folder of the data stores")
+    parser.add_argument(
+        "--only", nargs="+", metavar="PART", help="parts of the stage (all); the others keep their result"
+    )
     parser.add_argument("--tiny", action="store_true", help="small and short, to see on any machine that it works")
     options = parser.parse_args(argv)
     result: Result = {"stage": options.stage, "tiny": options.tiny, **circumstances(device())}
+    before = options.out / f"{options.stage}.json"
+    if options.only and before.exists():
+        result = json.loads(before.read_text(encoding="utf-8")) | result
     failed = False
     for part in STAGES[options.stage]:
+        if options.only and part.__name__ not in options.only:
+            continue
         start = time.perf_counter()
         try:
             result[part.__name__] = part(options)

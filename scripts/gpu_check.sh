@@ -6,7 +6,7 @@
 #   bash scripts/gpu_check.sh STAGE [OUT [--tiny]] smoke, speed, profile, reference or state; OUT/STAGE.json is written
 #                                                  after each part (default benchmarks/results/gpu, whose files are
 #                                                  held against benchmarks/gpu_bars.py). --tiny shows on any machine
-#                                                  that the stage works
+#                                                  that the stage works; GPU_CHECK_SECONDS is its limit (555)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 stage="${1:?expected a stage: prepare, smoke, speed, profile, reference or state}" out="${2:-benchmarks/results/gpu}"
@@ -39,7 +39,8 @@ export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python=.venv/bin/python
 if [ ! -x "$python" ]; then # the machine's own python, and what it lacks from .gpu
   python=python3
-  python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target .gpu/site .gpu/wheels/*.whl
+  [ -d .gpu/site ] ||
+    python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target .gpu/site .gpu/wheels/*.whl
   export PYTHONPATH="$PWD/.gpu/site:$PYTHONPATH"
 fi
 mkdir -p "$out"
