@@ -310,11 +310,13 @@ class MMDiT(nn.Module):
             positions: int64 [P], the tokens to predict; the text head runs on no others.
             targets: int64 [P], their true tokens. If given, the text head returns likelihoods instead of logits.
         """
-        if noised_latents.is_cuda:
-            load_gpu_kernels()
         dtype = DTYPES[self.precision]
-        # Autocast in here, so that it is the same under every engine, in training and in inference.
-        with torch.autocast(noised_latents.device.type, dtype, enabled=dtype != torch.float32):
+        # Autocast in here, so that it is the same under every engine, in training and in inference. Triton launches
+        # kernels on the current device.
+        autocast = torch.autocast(noised_latents.device.type, dtype, enabled=dtype != torch.float32)
+        with torch.cuda.device_of(noised_latents), autocast:
+            if noised_latents.is_cuda:
+                load_gpu_kernels(noised_latents.device)
             latent_time_BT = self.latent_time(t_latent)
             conditioning_BT = self.text_time(t_text) + latent_time_BT
             # Both streams run in float32, also under engines that hold the weights in half precision.

@@ -12,12 +12,12 @@ width.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
@@ -26,19 +26,31 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+log = logging.getLogger(__name__)
+
 EPSILON = 1e-6
 CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
 MAX_FAKE_CHUNKS = 16  # per tensor without memory, where chunks only cost time; the memory of one stays small
 _assumed_device: ContextVar[str | None] = ContextVar("assumed_device", default=None)
-_gpu_kernels: Any = None  # the module, once `load_gpu_kernels` has found Triton
+_gpu_kernels: Any = None  # the module, once `load_gpu_kernels` has run one of them
+_gpu_kernels_tried = False
 P = ParamSpec("P")
 
 
-def load_gpu_kernels() -> None:
-    """Import the kernels of a GPU, where Triton is installed: PyTorch for CUDA brings it, that for CPUs does not."""
-    global _gpu_kernels
-    if _gpu_kernels is None and find_spec("triton") is not None:
-        _gpu_kernels = import_module("mmldlm.model.gpu_kernels")
+def load_gpu_kernels(device: torch.device) -> None:
+    """Load the kernels of a GPU and run one, once in a process; where Triton does not run, the formulas are used."""
+    global _gpu_kernels, _gpu_kernels_tried
+    if _gpu_kernels_tried:
+        return
+    _gpu_kernels_tried = True
+    try:
+        kernels = import_module("mmldlm.model.gpu_kernels")
+        kernels.sample_sums(torch.ones(1, 1, device=device), torch.arange(2, device=device))
+    except Exception as error:  # no Triton, no C compiler, an old GPU: errors of many types
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        log.warning("Triton does not run here (%s): norms and sums take more passes over memory", reason)
+    else:
+        _gpu_kernels = kernels
 
 
 def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:

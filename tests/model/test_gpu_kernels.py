@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -20,6 +21,17 @@ gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 SHAPES = [(37, 3, 16), (5, 2, 64), (70, 2, 24), (1, 1, 256)]  # rows, heads, channels of a head
 
 
+def loaded(device: str) -> Any:
+    """Return the kernels, on the host under Triton's interpreter."""
+    if device == "cuda":
+        ops.load_gpu_kernels(torch.device(device))
+        assert ops._gpu_kernels is not None
+        return ops._gpu_kernels
+    kernels = import_module("mmldlm.model.gpu_kernels")
+    kernels.wrap_triton = lambda kernel: kernel  # type: ignore[attr-defined]
+    return kernels
+
+
 def heads(function: Callable[..., Tensor], inputs: list[Tensor], rotary: Any, grad: Tensor) -> list[Tensor]:
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     out = function(*leaves, rotary)
@@ -28,12 +40,13 @@ def heads(function: Callable[..., Tensor], inputs: list[Tensor], rotary: Any, gr
 
 def errors_of_heads(device: str, dtype: torch.dtype, compiled: bool = False) -> list[float]:
     """Return the largest relative errors of result and gradients against the formula in float64."""
-    ops.load_gpu_kernels()
+    kernels = loaded(device)
     function = torch.compile(ops.normalize_heads) if compiled else ops.normalize_heads
-    if device == "cpu":  # as with tensors on a GPU, under the interpreter
-        kernels = ops._gpu_kernels
-        kernels.wrap_triton = lambda kernel: kernel
-        function = lambda *args: kernels.NormalizeHeads.apply(*args[:2], *(args[2] or (None, None)), ops.EPSILON)  # noqa: E731
+    if device == "cpu":  # as with tensors on a GPU
+
+        def function(qkv: Tensor, weight: Tensor, rotary: Any) -> Tensor:
+            return kernels.NormalizeHeads.apply(qkv, weight, *(rotary or (None, None)), ops.EPSILON)
+
     errors = []
     for rows, count, width in SHAPES:
         for rotary in (rotary_angles(torch.arange(rows, device=device), width, 1e4), None):
@@ -47,10 +60,7 @@ def errors_of_heads(device: str, dtype: torch.dtype, compiled: bool = False) -> 
 
 
 def errors_of_sums(device: str, dtype: torch.dtype) -> list[float]:
-    ops.load_gpu_kernels()
-    kernels, errors = ops._gpu_kernels, []
-    if device == "cpu":
-        kernels.wrap_triton = lambda kernel: kernel
+    kernels, errors = loaded(device), []
     for lengths in ([1], [3, 0, 47, 50], [0, 200, 0, 45, 0]):
         values = torch.randn(sum(lengths), 70, device=device).to(dtype)
         offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
@@ -70,6 +80,18 @@ def test_heads(device: str, dtype: torch.dtype, limit: float, compiled: bool) ->
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 def test_sums(device: str, dtype: torch.dtype) -> None:
     assert max(errors_of_sums(device, dtype)) < 1e-6
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has GPUs")
+def test_formulas_are_used_where_triton_does_not_run(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(ops, "_gpu_kernels_tried", False)
+    for _ in range(2):
+        ops.load_gpu_kernels(torch.device("cpu"))
+    assert ops._gpu_kernels is None
+    (message,) = caplog.messages
+    assert message.startswith("Triton does not run here (")
 
 
 def test_on_the_host() -> None:
