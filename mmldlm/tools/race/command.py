@@ -39,7 +39,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--at-least", type=fraction, metavar="X%", help="smallest gain that matters (0.2%%)")
     add("--seeds", type=positive, metavar="N", help="initial weights from which the base shows its luck (16)")
     add("--looks", type=positive, metavar="N", help="at train.steps, half of it, ... (3); 1: at the end alone")
-    add("--launch", metavar="WORDS", help="launcher, such as 'accelerate launch --config_file FILE'")
+    add("--jobs", type=positive, default=1, metavar="N", help="runs side by side, which share the GPUs and cores (1)")
+    add(
+        "--launch",
+        metavar="WORDS",
+        help="launcher, such as 'accelerate launch --config_file FILE'; after ' -- ' options of mmldlm.train",
+    )
     add("--budget", type=float, default=math.inf, metavar="HOURS", help="stop after the turn in which they are over")
     options = parser.parse_args(argv)
     if options.base is None and options.ledger is None:
@@ -118,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         folder = Path(f"{base.settings['run.dir']}-race") / base.key
         proposals = _proposals(options, ledger, base, folder)
         numbers = options.risk, options.at_least, options.seeds, options.looks
-        Race(ledger, base, folder, *numbers, options.launch, deadline).run(proposals)
+        Race(ledger, base, folder, *numbers, options.launch, options.jobs, deadline).run(proposals)
     kept = [one for one in proposals if one.decision == "keep"]
     print(printable(f"{ledger.path}: {len(ledger.of_kind('proposal'))} proposals; {len(kept)} kept for this base"))
     return ExitCode.DONE

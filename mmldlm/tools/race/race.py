@@ -10,6 +10,7 @@ What is undecided at its end is trained again from other initial weights.
 from __future__ import annotations
 
 import math
+import os
 import shlex
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StoppedBySignal, UsageError, error_from_exit_code
 from mmldlm.tools.race.arms import Arm, environment, last_line
@@ -34,6 +36,8 @@ from mmldlm.utils.process import CONTINUE, stop_at_signals
 
 MAX_SEEDS = 3  # initial weights that an arm is trained from while it is undecided
 DROP_RISK = 0.05  # that an arm leaves at a look though it is better than the best by what matters
+LOG = "race.log"  # in the run folder: the output of its last processes
+POLL_INTERVAL_S = 0.1
 METRICS = ("loss", "accuracy", "validation", "quality")  # groups of metrics of a run's records
 
 # Exit codes of a run that are the arm's fault; by any other it could not be tried, which ends the race.
@@ -75,6 +79,7 @@ class Race:
     seeds: int
     looks: int
     launch: str
+    jobs: int
     deadline: float
     base_values: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
 
@@ -85,11 +90,11 @@ class Race:
             is_contest = len(racing) > 1 and seed == 0  # of arms that are better than the base, for the best
             due = [one for one in racing if len(one.results) == look and (is_contest or not one.is_better)]
             earlier = [line for one in proposals if one not in due for line in one.results]
-            for number in range(self.seeds if due else 0):
-                self.train(self.base, number, step)
+            if due:
+                self._train_base(step)
             for metric in {one.line["metric"] for one in due}:
                 self._base(metric, step)  # before the arms are trained: there may be no such metric
-            lines = [self._measure(one, seed, step) for one in due]
+            lines = self._measure(due, seed, step)
             for one, line in zip(due, lines, strict=True):
                 if line["values"]:
                     rivals = [other for other in (*lines, *earlier) if other["values"] and _at(other) == _at(line)]
@@ -110,21 +115,28 @@ class Race:
 
     # --- decisions ---------------------------------------------------------------------------------------------
 
-    def _measure(self, one: Proposal, seed: int, step: int) -> dict[str, Any]:
-        """Train a proposal to a step, and return the line of its result; it has failed if that is the arm's fault."""
-        metric = one.line["metric"]
-        line = {key: one.line[key] for key in ("n", "arm", "metric")} | {**NO_RESULT, "step": step, "seeds": seed + 1}
-        assert one.arm is not None
-        try:
-            self.train(one.arm, seed, step)
-        except MmldlmError as error:
-            if error.exit_code not in _FAULTS:
-                raise
-            return line | {"decision": "failed", "reason": str(error)}
-        values = self.values(one.line["key"], seed + 1, metric, step)
-        if not np.isfinite(values).all():
-            return line | {"decision": "failed", "reason": f"{metric} is not finite at step {step}"}
-        return line | {"values": values.tolist(), "decision": "", "reason": ""}
+    def _measure(self, proposals: Sequence[Proposal], seed: int, step: int) -> list[dict[str, Any]]:
+        """Train proposals to a step, and return the lines of their results; one has failed by its arm's fault."""
+        lines = []
+        errors = self.train([(one.arm, seed) for one in proposals if one.arm is not None], step)
+        for one, error in zip(proposals, errors, strict=True):
+            metric = one.line["metric"]
+            line = {key: one.line[key] for key in ("n", "arm", "metric")}
+            lines.append(line | {**NO_RESULT, "step": step, "seeds": seed + 1, "decision": "", "reason": ""})
+            if error is not None:
+                lines[-1] |= {"decision": "failed", "reason": str(error)}
+                continue
+            values = self.values(one.line["key"], seed + 1, metric, step)
+            if np.isfinite(values).all():
+                lines[-1]["values"] = values.tolist()
+            else:
+                lines[-1] |= {"decision": "failed", "reason": f"{metric} is not finite at step {step}"}
+        return lines
+
+    def _train_base(self, step: int) -> None:
+        for error in self.train([(self.base, number) for number in range(self.seeds)], step):
+            if error is not None:
+                raise error
 
     def _base(self, metric: str, step: int) -> np.ndarray:
         """Return the values of the base's runs."""
@@ -180,9 +192,8 @@ class Race:
         for one in better:
             line = {**one.results[-1], "decision": "better", "reason": f"better than the base; {winner} is kept"}
             if not winner:
-                for number in range(self.seeds):
-                    self.train(self.base, number, last)
-                shown_at, line = line["step"], self._measure(one, line["seeds"] - 1, last)
+                self._train_base(last)
+                shown_at, (line,) = line["step"], self._measure([one], line["seeds"] - 1, last)
                 if line["values"]:
                     line |= {"decision": "discard", "reason": "better than the base before, not the best at its end"}
                     if self._compare(line).value > to_beat:
@@ -218,47 +229,84 @@ class Race:
             raise ConfigError(f"--metric: expected one of {', '.join(names)} at step {step}, found {metric}")
         return np.array([run.get(metric, math.nan) for run in runs])
 
-    def train(self, arm: Arm, seed: int, step: int) -> None:
-        """Train a run up to a step by processes of the launcher, and save it; a run that fails is an `MmldlmError`."""
-        run_dir = self.run_dir("base" if arm is self.base else arm.key, seed)
-        if reached(run_dir) >= step:
-            return
-        if time.monotonic() > self.deadline:
-            raise StoppedBySignal(f"--budget: its hours are over; {CONTINUE}")
-        settings = self.base.settings
+    def train(self, runs: Sequence[tuple[Arm, int]], step: int) -> list[MmldlmError | None]:
+        """Train runs of arms and numbers of initial weights up to a step, `jobs` of them side by side, and save them.
+
+        Return the error of each run that fails by its arm's fault; another error ends all and is raised.
+        """
+        errors: list[MmldlmError | None] = [None] * len(runs)
+        waiting = [index for index, run in enumerate(runs) if reached(self._folder(*run)) < step]
+        free, running = list(range(self.jobs)), dict[int, tuple[int, subprocess.Popen[bytes]]]()
+        with stop_at_signals(CONTINUE):
+            try:
+                while waiting or running:
+                    while waiting and free:
+                        if time.monotonic() > self.deadline:
+                            raise StoppedBySignal(f"--budget: its hours are over; {CONTINUE}")
+                        place, index = free.pop(0), waiting.pop(0)
+                        running[index] = place, self._start(*runs[index], step, place)
+                    time.sleep(POLL_INTERVAL_S)
+                    for index, (place, process) in list(running.items()):
+                        if (code := process.poll()) is not None:
+                            del running[index]
+                            free.append(place)
+                            errors[index] = self._error(*runs[index], step, code)
+            except BaseException:  # a signal: the runs save before this process ends
+                for _, process in running.values():
+                    process.send_signal(signal.SIGTERM)
+                for _, process in running.values():
+                    process.wait()
+                raise
+        return errors
+
+    def _folder(self, arm: Arm, seed: int) -> Path:
+        return self.run_dir("base" if arm is self.base else arm.key, seed)
+
+    def _start(self, arm: Arm, seed: int, step: int, place: int) -> subprocess.Popen[bytes]:
+        """Start a run by processes of the launcher, at one of `jobs` places, which share the GPUs and cores."""
+        run_dir, settings = self._folder(arm, seed), self.base.settings
         first = settings["run.seed"] if settings["run.init_seed"] is None else settings["run.init_seed"]
-        words = shlex.split(self.launch) if self.launch else [sys.executable]
+        launcher, _, options = self.launch.partition(" -- ")  # what follows is for `mmldlm.train`
+        words = shlex.split(launcher) if launcher else [sys.executable]
         if arm.tree is not None:  # the launcher's files are relative to another folder
             words = [str(Path(word).absolute()) if Path(word).is_file() else word for word in words]
-        words += ["-m", "mmldlm.train", *arm.arguments, f"run.dir={run_dir}", f"run.init_seed={first + seed}"]
+        words.append("--module" if Path(words[0]).name == "deepspeed" else "-m")
+        words += ["mmldlm.train", *arm.arguments, f"run.dir={run_dir}", f"run.init_seed={first + seed}"]
+        words += [*shlex.split(options), f"--stop-at={step}"]
+        variables = environment(arm.tree)
+        if self.jobs > 1:
+            gpus = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+            if own := gpus.split(",")[place :: self.jobs] if gpus else []:
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+            variables.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // self.jobs)))
         run_dir.mkdir(parents=True, exist_ok=True)
-        log = run_dir / "race.log"
-        with log.open("wb") as output, stop_at_signals(CONTINUE):
+        with (run_dir / LOG).open("wb") as output:
             try:
-                process = subprocess.Popen(
-                    [*words, f"--stop-at={step}"],
+                return subprocess.Popen(
+                    words,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
                     cwd=arm.tree,
-                    env=environment(arm.tree),
+                    env=variables,
                 )
             except OSError as error:
                 raise UsageError(f"--launch: expected a command, found {words[0]}: {error.strerror}") from None
-            try:
-                code = process.wait()
-            except BaseException:  # a signal: the run saves before this process ends
-                process.send_signal(signal.SIGTERM)
-                process.wait()
-                raise
+
+    def _error(self, arm: Arm, seed: int, step: int, code: int) -> MmldlmError | None:
+        """Return why a run that has ended has not reached `step` by its arm's fault; another reason is raised."""
+        run_dir = self._folder(arm, seed)
         if reached(run_dir) >= step:
-            return
+            return None
+        log = run_dir / LOG
         exits = History(run_dir).exits if (run_dir / "exit.json").exists() else []
         code = exits[0].code if exits and self.launch and code == 1 else code  # launchers have one code for all
         code = ExitCode.PEER_LOST if code < 0 or code >= 128 else code  # a signal that is not the arm's fault
         cause = last_line(log.read_text(encoding="utf-8", errors="replace")).removeprefix("mmldlm: error: ")
-        text = f"{arm.text}: exit code {code} at its training: {cause} ({log})"
-        raise error_from_exit_code(code, text)
+        error = error_from_exit_code(code, f"{arm.text}: exit code {code} at its training: {cause} ({log})")
+        if error.exit_code not in _FAULTS:
+            raise error
+        return error
 
 
 def _at(line: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -17,8 +17,9 @@ import pytest
 from mmldlm import train
 from mmldlm.errors import ConfigError, UsageError
 from mmldlm.tools.race import command
-from mmldlm.tools.race.arms import BOUND
-from mmldlm.tools.race.race import reached
+from mmldlm.tools.race.arms import BOUND, Arm
+from mmldlm.tools.race.ledger import Ledger
+from mmldlm.tools.race.race import Race, reached
 from mmldlm.tools.report.run_summary import RunSummary
 from tests.helpers.paths import BIN, ROOT
 from tests.helpers.ports import free_port
@@ -123,7 +124,7 @@ def test_race(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
 def test_a_race_that_was_ended_continues(
     number: signal.Signals, base: Path, tmp_path: Path, started: Callable[..., subprocess.Popen[bytes]]
 ) -> None:
-    """The same ledger, decisions and weights, bit by bit."""
+    """The same ledger, decisions and weights, bit by bit, also if runs go on side by side."""
     arms = ["optim.lr=3e-3", "optim.lr=1e-7", "optim.lr=3e-4"]
     text = base.read_text(encoding="utf-8")
     assert command.main([str(base), *arms, *OPTIONS, "--looks", "2"]) == 0
@@ -133,7 +134,7 @@ def test_a_race_that_was_ended_continues(
     other.mkdir()
     again = other / "base.yaml"
     again.write_text(text.replace(f"{tmp_path}/run", f"{other}/run"), encoding="utf-8")
-    words = [sys.executable, "-m", "mmldlm", "race", str(again), *arms, *OPTIONS, "--looks", "2"]
+    words = [sys.executable, "-m", "mmldlm", "race", str(again), *arms, *OPTIONS, "--looks", "2", "--jobs", "2"]
     for ended in ("base-1", f"{lines(base, 'proposal')[1]['key']}-0"):
         process = started(words)
         wait_until(lambda ended=ended: any((other / "run-race").glob(f"*/{ended}/metrics.jsonl")), ended)
@@ -156,9 +157,16 @@ def test_a_race_that_was_ended_continues(
 
 
 @pytest.mark.slow
-def test_under_ddp(base: Path) -> None:
+@pytest.mark.parametrize(
+    "launch",
+    [
+        "torchrun --nproc_per_node 2 --master_port {port}",
+        "deepspeed --num_gpus 2 --master_port {port} -- --deepspeed_config " + str(ROOT / "ds_configs/zero2.json"),
+    ],
+)
+def test_under_launchers(launch: str, base: Path) -> None:
     """Two processes: each run of a turn is a launch, and the loss is that of one process."""
-    launch = f"{BIN / 'torchrun'} --nproc_per_node 2 --master_port {free_port()}"
+    launch = f"{BIN}/{launch.format(port=free_port())}"
     assert command.main([str(base), "optim.lr=3e-3", "optim.lr=1e-7", *OPTIONS, "--launch", launch]) == 0
     assert decisions(base) == {"optim.lr=3e-3": "keep", "optim.lr=1e-7": "discard"}
     (run,) = (base.parent / "run-race").glob("*/base-0")
@@ -185,3 +193,18 @@ def test_the_best_of_sixteen_rates(base: Path) -> None:
     (kept,) = [n for n, line in last.items() if line["decision"] == "keep"]
     assert values[kept - 1] <= 1.002 * min(values)
     assert arms <= 16 / 4 and arms + luck <= 3 * 16 / 4
+
+
+def test_runs_side_by_side_share_gpus_and_cores(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = base.parent / "launcher.py"
+    script.write_text("import os, sys; print(*map(os.environ.get, ('CUDA_VISIBLE_DEVICES', 'OMP_NUM_THREADS')))")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    arm = Arm.base(base)
+    for jobs, expected in ((1, ["4,5,6,7 None"]), (2, ["4,6", "5,7"])):
+        race = Race(
+            Ledger(base.parent / "l"), arm, base.parent, 0.05, 0.002, 3, 1, f"{sys.executable} {script}", jobs, 0
+        )
+        for place, given in enumerate(expected):
+            assert race._start(arm, place, 12, place).wait() == 0
+            assert (base.parent / f"base-{place}" / "race.log").read_text().startswith(given)
