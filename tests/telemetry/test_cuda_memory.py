@@ -5,12 +5,14 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
+from mmldlm.telemetry.profiler import ProfileConfig, StepProfiler
 from mmldlm.telemetry.resources import memory_metrics
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
@@ -86,9 +88,33 @@ def test_peak_of_freed_memory_on_cuda() -> None:
     assert peaks[0] >= 64 > peaks[1]
 
 
+@pytest.mark.quick
+@pytest.mark.setting("profile.memory_history")
+def test_memory_that_ran_out_is_explained(tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is recorded and written by stubs of CUDA; the message, which does not hide the error if writing fails."""
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **given: calls.append(given))
+    profiler = StepProfiler(ProfileConfig(memory_history=1000), tmp_path, 0, "cuda")
+    profiler.close()
+    assert calls == [{"max_entries": 1000, "stacks": "python"}, {"enabled": None}]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7 * MIB)
+    for entries, snapshot, expected in (
+        (0, Path.touch, r"\(CUDA out of memory\)$"),
+        (9, Path.touch, r"; 7 MiB at the peak, [1-9]\d* by the estimate; .*memory.rank0.pickle has all allocations$"),
+        (9, Path.rmdir, r"; profile.memory_history: .*No such file"),
+    ):
+        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path, write=snapshot: write(Path(path)))
+        config = load_config(tiny_config, [f"run.dir={tmp_path / 'run'}", f"profile.memory_history={entries}"])
+        with pytest.raises(ConfigError, match=expected), Trainer(config) as run:
+            run.engine.device = torch.device("cuda")
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        written = tmp_path / "run" / "profile" / "memory.rank0.pickle"
+        assert written.exists() == (snapshot is Path.touch and entries > 0)
+        written.unlink(missing_ok=True)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.setting("profile.memory_history")
 def test_history_of_memory_that_ran_out(tiny_config: Path, tmp_path: Path) -> None:
     config = load_config(tiny_config, [f"run.dir={tmp_path / 'run'}", "profile.memory_history=10000"])
     expected = r"MiB at the peak, [\d,]+ by the estimate; .*memory.rank0.pickle"

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mmldlm.errors import ConfigError, DataError
+from mmldlm.errors import ConfigError, DataError, MmldlmError
 from mmldlm.tools.race.arms import BOUND, Arm
 from mmldlm.tools.race.gain import NIGHT, Gain, share
 from mmldlm.tools.race.ledger import Ledger
@@ -35,11 +35,11 @@ class ResampledRace(Race):
 
     def __init__(self, rows: dict[str, np.ndarray], folder: Path):
         base = Arm("base", "base", SETTINGS, ("base.yaml",))
-        super().__init__(Ledger(folder / "ledger"), base, folder, 0.05, 0.002, SEEDS, 3, "", math.inf)
+        super().__init__(Ledger(folder / "ledger"), base, folder, 0.05, 0.002, SEEDS, 3, "", 1, math.inf)
         self.rows = rows
 
-    def train(self, arm: Arm, seed: int, step: int) -> None:
-        pass
+    def train(self, runs: Sequence[tuple[Arm, int]], step: int) -> list[MmldlmError | None]:
+        return [None] * len(runs)
 
     def values(self, key: str, seeds: int, metric: str, step: int) -> np.ndarray:
         return self.rows[key][:seeds, STEPS.index(step)]
