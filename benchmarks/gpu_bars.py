@@ -176,15 +176,5 @@ def rows(results: Results) -> list[dict[str, Any]]:
     return table
 
 
-def measured_mfu(results: Results) -> dict[str, dict[str, float]]:
-    """Return the measured MFU of the ladder's full micro-batches, by size and "eager" or "compiled"."""
-    table: dict[str, dict[str, float]] = {}
-    for name, run in results.get("speed", {}).get("runs", {}).items():
-        size, kind, _, mode = name.split("-")
-        if kind == "full" and name.endswith(f"-32-{mode}") and "mfu" in run:
-            table.setdefault(size.replace("x", " x "), {})[mode] = run["mfu"]
-    return table
-
-
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
