@@ -290,8 +290,10 @@ class Checkpointer:
         if not part.is_cuda:
             return torch.empty_like(part, device="cpu")
         size = -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        if size > BLOCK_BYTES:
+            return torch.empty_like(part, device="cpu", pin_memory=True)
         if len(self._block) < size:
-            self._block = torch.empty(max(size, BLOCK_BYTES), dtype=torch.uint8, pin_memory=True)
+            self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
         buffer, self._block = self._block.split([size, len(self._block) - size])
         # By numpy, a storage of its own: of tensors that share one, the writer would copy all but the first.
         return torch.from_numpy(buffer.numpy()[: part.nbytes]).view(part.dtype).view(part.shape)
