@@ -56,6 +56,7 @@ for settings in runs:
 sys.exit("\\n".join(failed) or 0)
 """
 LEFT_OUT = "left out: no time"
+TIMED_OUT = 124  # exit code of a command that outlasts its limit, as of timeout(1)
 Result = dict[str, Any]
 Options = argparse.Namespace
 TRACED = (24, 25)  # first and last step of a trace
@@ -81,7 +82,7 @@ def run(command: Sequence[str], limit: float) -> tuple[int, str]:
             command, capture_output=True, text=True, timeout=max(1.0, min(limit, left())), env=environment, cwd=ROOT
         )
     except subprocess.TimeoutExpired as error:
-        return 124, (error.stdout or b"").decode(errors="replace")[-2000:]
+        return TIMED_OUT, (error.stdout or b"").decode(errors="replace")[-2000:]
     return done.returncode, done.stdout + done.stderr
 
 
@@ -217,16 +218,17 @@ def train_in_turns(options: Options, runs: dict[str, tuple[str, ...]]) -> Result
         command = [sys.executable, "-c", TRAIN]
         for name, settings in runs.items():
             command += ["--"] * (len(command) > 3) + [f"run.dir={temporary}/{name}", *settings]
-        _, text = run(command, left() - 5)
+        code, text = run(command, left() - 5)
         folders = {name: Path(temporary) / name for name in runs}
         ended = {name for name, folder in folders.items() if (folder / "exit.json").exists()}
-        failed = {name for name in ended if json.loads((folders[name] / "exit.json").read_text())["code"]}
+        good = {name for name in ended if not json.loads((folders[name] / "exit.json").read_text())["code"]}
+        cut = [name for name in runs if code == TIMED_OUT and name not in ended]  # the others failed before they began
         results: Result = {
-            name: trained(options, folders[name], settings, int(name in failed), text)
+            name: trained(options, folders[name], settings, int(name not in good), text)
             for name, settings in runs.items()
-            if name in ended
+            if name not in cut
         }
-    return results | ({LEFT_OUT: [name for name in runs if name not in ended]} if len(ended) < len(runs) else {})
+    return results | ({LEFT_OUT: cut} if cut else {})
 
 
 def trained(options: Options, folder: Path, settings: Sequence[str], code: int, text: str) -> Result:

@@ -12,6 +12,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 stage="${1:?expected a stage: prepare, smoke, speed, profile, reference or state}" out="${2:-benchmarks/results/gpu}"
 
 if [ "$stage" = prepare ]; then
+  rm -rf .gpu/site # what a run has installed from older wheels
   mkdir -p .gpu/wheels
   build="$(mktemp -d)"
   python3 -m venv "$build/venv"
