@@ -94,6 +94,11 @@ class Manifest:
     splits: dict[str, SplitInfo]
     files: dict[str, FileInfo]
 
+    @property
+    def has_prefixes(self) -> bool:
+        """Whether samples begin with conditions, see `prepare --prefix-field`."""
+        return "prefixes" in self.tokenizer
+
     def to_json(self) -> str:
         """Return the content of the manifest file."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -90,7 +90,8 @@ def _pooled_manifest(sources: Sequence[Source]) -> Manifest:
         splits[name] = SplitInfo(**sums, shards=())
     max_length = max(manifest.max_length for manifest in manifests)
     latent = pooled_latents([(source.manifest.latent, float(source.share)) for source in sources])
-    return replace(manifests[0], max_length=max_length, latent=latent, splits=splits, files={})
+    tokenizer = {key: value for manifest in reversed(manifests) for key, value in manifest.tokenizer.items()}
+    return replace(manifests[0], max_length=max_length, latent=latent, tokenizer=tokenizer, splits=splits, files={})
 
 
 def pooled_latents(parts: Sequence[tuple[LatentInfo, float]]) -> LatentInfo:

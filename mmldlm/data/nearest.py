@@ -75,13 +75,18 @@ class TextIndex:
 
     def __init__(self, texts: Sequence[np.ndarray], vocab_size: int):
         self._texts, self._counts = texts, sparse_counts(texts, vocab_size)
-        self._lengths = torch.tensor([len(text) for text in texts], dtype=torch.float64)
+        self.lengths = torch.tensor([len(text) for text in texts], dtype=torch.float64)
+
+    @property
+    def token_counts(self) -> np.ndarray:
+        """Counts of the tokens in all texts, float64 [V]."""
+        return torch.sparse.sum(self._counts, 0).to_dense().numpy()
 
     @classmethod
     def of_split(cls, split: Split, seed: int) -> TextIndex:
         """Return the texts of a split; of more than 100,000, as many are drawn."""
-        tokens, lengths, _ = split.gather(np.sort(draw_samples(split, _MAX_TEXTS, np.random.default_rng(seed))))
-        return cls(np.split(tokens, lengths.cumsum()[:-1]), split.manifest.vocab_size)
+        drawn = draw_samples(split, _MAX_TEXTS, np.random.default_rng(seed))
+        return cls(split.texts(np.sort(drawn)), split.manifest.vocab_size)
 
     def similarity(self, text: Sequence[int]) -> float:
         """Return the similarity of `text` to the most similar text, 1 if they are equal.
@@ -91,11 +96,11 @@ class TextIndex:
         own = list(text)
         wanted = torch.bincount(torch.tensor(own), minlength=self._counts.shape[1])
         rows, columns = self._counts.indices()
-        common = torch.zeros_like(self._lengths).index_add(
+        common = torch.zeros_like(self.lengths).index_add(
             0, rows, torch.minimum(self._counts.values(), wanted[columns].double())
         )
         # Common tokens in any order bound the similarity, so the search ends at the first bound below the best.
-        bounds, order = (2 * common / (self._lengths + len(own))).sort(descending=True)
+        bounds, order = (2 * common / (self.lengths + len(own))).sort(descending=True)
         best = 0.0
         for bound, row in zip(bounds.tolist(), order.tolist(), strict=True):
             if bound <= best:

@@ -285,6 +285,13 @@ class Split:
             raise DataError(self.nonfinite_message(index))
         return tokens, lengths, latents
 
+    def texts(self, indices: np.ndarray) -> list[np.ndarray]:
+        """Return the tokens of samples `indices` [n] without prefixes, int64 [length] each."""
+        tokens, lengths, _ = self.gather(indices)
+        parts = np.split(tokens, lengths.cumsum()[:-1])
+        ends = [np.flatnonzero(part == self.manifest.pad_id) for part in parts]
+        return [part[end[0] + 1 :] if len(end) else part for part, end in zip(parts, ends, strict=True)]
+
     def unknown_token_message(self, index: int, token: int) -> str:
         """Return the error message for a token of sample `index` that is outside the vocabulary."""
         where = self._describe(index, "tokens")

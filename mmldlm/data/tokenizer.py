@@ -26,7 +26,10 @@ _WORD, _WORD_WITHOUT_SPACE = re.compile(r"[Ġ▁][^!-@\[-`{-~]+"), re.compile(r"
 
 
 class Tokenizer:
-    """Maps text to token ids below `vocab_size` and back; `[MASK]` and `[PAD]` are never encoded from text."""
+    """Maps text to token ids below `vocab_size` and back; `[MASK]` and `[PAD]` are never encoded from text.
+
+    `[PAD]`, as samples are not padded, stands between the prefix of a sample and its text.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer):
         """Wrap `backend`; `[MASK]` and `[PAD]` are appended to its vocabulary if missing."""
@@ -125,8 +128,9 @@ class Tokenizer:
             return encoding.ids, encoding.offsets
 
     def decode_batch(self, ids: Sequence[Sequence[int]], keep_special: bool = False) -> list[str]:
-        """Return the texts of ids, without `[MASK]` and `[PAD]` unless `keep_special`."""
-        return self._backend.decode_batch([list(sample) for sample in ids], skip_special_tokens=not keep_special)
+        """Return the texts of ids; with prefixes, `[MASK]` and `[PAD]` only if `keep_special`."""
+        texts = [list(sample) if keep_special else split_prefix(sample, self.pad_id)[1] for sample in ids]
+        return self._backend.decode_batch(texts, skip_special_tokens=not keep_special)
 
     def count_losses(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Counter[str]:
         """Count `tokens`, those that are `unknown`, `documents`, and those that are `lossy`.
@@ -167,6 +171,13 @@ class Tokenizer:
 
     def __reduce__(self) -> tuple[type, tuple[tokenizers.Tokenizer]]:
         return Tokenizer, (self._backend,)
+
+
+def split_prefix(tokens: Sequence[int], prefix_end: int) -> tuple[list[int], list[int]]:
+    """Return the prefix of a sample, with the token that ends it, and the text; [] if there is no prefix."""
+    whole = list(tokens)
+    start = whole.index(prefix_end) + 1 if prefix_end in whole else 0
+    return whole[:start], whole[start:]
 
 
 def _byte_alphabet(vocab_size: int) -> list[str]:

@@ -284,6 +284,7 @@ def write_manifest(
         if name not in shard_files and name.removesuffix(".tmp") not in (MANIFEST_NAME, CHECKSUM_NAME):
             fsync(path)
             files[name] = file_info(path)
+    prefixes = {"prefixes": True} if contents.token_counts[tokenizer.pad_id] else {}
     splits = {
         split: SplitInfo(
             samples=contents.samples(split),
@@ -303,7 +304,7 @@ def write_manifest(
         token_dtype=token_dtype(tokenizer.vocab_size).name,
         latent_dtype=latent_dtype,
         latent=latent,
-        tokenizer={"sha256": tokenizer.identity, **losses},
+        tokenizer={"sha256": tokenizer.identity, **losses, **prefixes},
         encoder=encoder.identity,
         splits=splits,
         files=files,

@@ -49,6 +49,7 @@ def generate_best(
     on_step: Callable[[Tensor, tuple[int, ...], float], None] | None = None,
     template: Tensor | None = None,
     every_step: bool = False,
+    prefixes: Sequence[Sequence[int]] | None = None,
 ) -> Generation:
     """Generate `count` texts of each of n latents, best first and all different if there are enough different ones.
 
@@ -62,6 +63,7 @@ def generate_best(
         lengths: Tokens of the texts of each latent; None: around the median of the length head.
         fit: By default, and where it gives no number for any candidate of a latent, the likelihood of its tokens.
         words, template, every_step: See `generate`.
+        prefixes: Of each latent, see `generate`.
         on_step: Called with the tokens of all candidates, their lengths and the noise time.
     """
     config = replace(config, temperature=config.resolve_temperature("l2t", latents.shape[1], count))
@@ -80,6 +82,7 @@ def generate_best(
     of_candidates = tuple(tried.repeat(1, draws).flatten().tolist())
     streams = generator.repeat(per_latent) if isinstance(generator, SampleStreams) else generator
     repeated = latents.repeat_interleave(per_latent, 0)
+    prefixes = prefixes or [()] * len(latents)
     start = None if template is None else template.repeat(len(of_candidates))
     if on_step is not None:  # `generate` reports after each step only; this is the start
         on_step(torch.full((sum(of_candidates),), text.mask_id) if start is None else start, of_candidates, 1.0)
@@ -90,6 +93,7 @@ def generate_best(
         of_candidates,
         on_step=None if on_step is None else lambda t, tokens: on_step(tokens, of_candidates, t),
         template=start,
+        prefixes=[prefix for prefix in prefixes for _ in range(per_latent)],
     )
     if per_latent > 1:
         scores = made.log_p.view(-1, per_latent)
@@ -106,7 +110,8 @@ def generate_best(
     def fill_templates(templates: list[list[int]], numbers: Sequence[int], source: RandomSource) -> list[list[int]]:
         nonlocal passes
         tokens = torch.tensor([token for each in templates for token in each])
-        filled = fill_in(source, latents[list(numbers)], tuple(map(len, templates)), template=tokens)
+        own = [prefixes[number] for number in numbers]
+        filled = fill_in(source, latents[list(numbers)], tuple(map(len, templates)), template=tokens, prefixes=own)
         passes += filled.passes
         return filled.split()
 

@@ -23,7 +23,7 @@ BOUND_SAMPLER = TextConfig(masks="exact").sampler  # of the noise times
 @torch.no_grad()
 def bound_terms(
     network: Network,
-    mask_id: int,
+    text: MaskedDiffusion,
     latent: GaussianDiffusion,
     batch: Batch,
     t_latent: float,
@@ -48,7 +48,7 @@ def bound_terms(
     """
     noise = draw_noise(batch, seed, draw, num_slots, mode_weights("l2t"), BOUND_SAMPLER)
     noise = replace(noise, t_latent=torch.full_like(noise.t_latent, t_latent))
-    noised = Objective(LossConfig(), MaskedDiffusion(mask_id, "elbo", "exact"), latent).corrupt(batch, noise)
+    noised = Objective(LossConfig(), text.of_bound(), latent).corrupt(batch, noise)
     prediction, _, length_logits, *_ = network(*noised.to(device).inputs)
     # On the host, where the order of summation is fixed.
     nll, sample = prediction.double().cpu(), noised.layout.sample_of_token[noised.positions]

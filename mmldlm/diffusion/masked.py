@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from mmldlm.batch import Batch
 from mmldlm.diffusion.schedule import MAX_MODE_SCALE, LogLinear, TimeSampler
 from mmldlm.settings.declaration import require_effect, setting
 
@@ -53,27 +54,44 @@ class TextConfig:
 
 
 class MaskedDiffusion:
-    """Masked diffusion with the schedule alpha(t) = 1 - t."""
+    """Masked diffusion with the schedule alpha(t) = 1 - t.
 
-    def __init__(self, mask_id: int, loss: TextLoss, masks: Masks = "exact"):
-        self.mask_id = mask_id
+    A sample may begin with a prefix, a condition that ends with the token `prefix_end`: it is never masked, and no loss
+    counts it. By default no sample has one.
+    """
+
+    def __init__(self, mask_id: int, loss: TextLoss, masks: Masks = "exact", prefix_end: int = -1):
+        self.mask_id, self.prefix_end = mask_id, prefix_end
         self.loss_kind = loss
         self.masks = masks
         self.schedule = LogLinear()
 
+    def of_bound(self) -> MaskedDiffusion:
+        """Return the process by which the likelihood bound is estimated, whatever a run was trained with."""
+        return MaskedDiffusion(self.mask_id, "elbo", "exact", self.prefix_end)
+
+    def prefix_lengths(self, batch: Batch) -> Tensor:
+        """Return how many tokens of each sample are its prefix, the one that ends it included; int64 [B]."""
+        ends, layout = (batch.tokens == self.prefix_end).nonzero().squeeze(1), batch.layout
+        lengths = torch.zeros(layout.num_samples, dtype=torch.int64)
+        lengths[layout.sample_of_token[ends]] = layout.position[ends] + 1
+        return lengths
+
     def token_mask(self, uniforms: Tensor, t: Tensor, sample_of_token: Tensor) -> Tensor:
         """Return which tokens are masked at times t [B], bool [N], by one of `uniforms` float32 [N] per token.
 
-        With exact masks, the tokens with the smallest are masked. `sample_of_token` is int64 [N], sorted.
+        With exact masks, the tokens with the smallest are masked. Those with 1 never are, and do not count.
+        `sample_of_token` is int64 [N], sorted.
         """
         if self.masks == "exact":
             lengths = torch.bincount(sample_of_token, minlength=len(t))
+            maskable = torch.bincount(sample_of_token[uniforms < 1], minlength=len(t))
             # Sorted by (sample, number), a token's rank in its sample is its index less that of the sample's start.
             by_number = uniforms.argsort()
             order = by_number[sample_of_token[by_number].argsort(stable=True)]
             rank = torch.empty_like(order)
             rank[order] = torch.arange(len(order)) - (lengths.cumsum(0) - lengths)[sample_of_token[order]]
-            return rank < _exact_counts(t, lengths)[sample_of_token]
+            return rank < _exact_counts(t, maskable)[sample_of_token]
         return uniforms < (1 - self.schedule.alpha(t))[sample_of_token].to(uniforms.dtype)
 
     def corrupt(self, tokens: Tensor, masked: Tensor) -> Tensor:

@@ -106,7 +106,7 @@ class NoisedBatch:
     latent_weight: Tensor  # float32 [B]: in the reported loss, 0 where the latent is given
     trained_latent_weight: Tensor | None  # float32 [B]: in the training loss, if it is another
     latent_bin: Tensor  # int64 [B]: bin of mode and t_latent
-    length_target: Tensor  # int64 [B]: length - 1
+    length_target: Tensor  # int64 [B]: length - 1, without the prefix
     counts: Tensor  # float64 [S] on the host: denominators of the sums of `Objective.__call__`
     sample_ids: Tensor  # int64 [B] on the host: index of each sample in its split
     # All tensors and those of the layout, if they are views of one buffer; a copy by `replace` does not have it.
@@ -199,18 +199,19 @@ class Objective:
             latent_weight=self.config.latent_weight,
             length_weight=self.config.length_weight,
         )
-        text = self.text if self.config.text != "elbo" else MaskedDiffusion(self.text.mask_id, "elbo", "exact")
+        text = self.text if self.config.text != "elbo" else self.text.of_bound()
         return Objective(config, text, self.latent, self.stats.num_noise_bins * refine)
 
     def corrupt(self, batch: Batch, noise: Noise) -> NoisedBatch:
         """Apply the forward processes of both modalities; on the host, where the size of `positions` is known."""
-        layout = batch.layout
-        masked = self.text.token_mask(noise.uniforms, noise.t_text, layout.sample_of_token)
+        layout, prefixes = batch.layout, self.text.prefix_lengths(batch)
+        uniforms = noise.uniforms.masked_fill(layout.position < prefixes[layout.sample_of_token], 1.0)
+        masked = self.text.token_mask(uniforms, noise.t_text, layout.sample_of_token)
         positions = masked.nonzero().squeeze(1)
         sample = layout.sample_of_token[positions]
         trains_text = noise.mode != MODES.index("t2l")
         trains_latent = noise.mode != MODES.index("l2t")
-        lengths = torch.tensor(batch.lengths)
+        lengths = torch.tensor(batch.lengths) - prefixes
         text_bin, latent_bin = (self.stats.bin_of(noise.mode, t) for t in (noise.t_text, noise.t_latent))
         token_weight = self.text.weights(noise.t_text, lengths, noise.importance) * trains_text
         # Tokens of each sample that the text loss is a mean over.

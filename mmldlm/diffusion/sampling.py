@@ -7,7 +7,7 @@ objects that corrupt the data and weigh the losses in training.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
@@ -147,23 +147,26 @@ class Generation:
 
 @dataclass(frozen=True)
 class MaskedPositions:
-    """Tokens to generate: all, or those that are [MASK] at the start.
+    """Tokens to generate: those that are [MASK] at the start.
 
     The reverse steps treat them as separate texts. The network gets the time at which training masks as many tokens
-    of a text: t times the fraction of masked tokens. (The optimal prediction depends only on which tokens are masked,
-    not on the time: RADD, arXiv 2406.03736, theorem 1. But this network was trained with matching times.)
+    of a text: t times the fraction of masked tokens, where a prefix does not count. (The optimal prediction depends
+    only on which tokens are masked, not on the time: RADD, arXiv 2406.03736, theorem 1. But this network was trained
+    with matching times.)
     """
 
     positions: Tensor  # int64 [F]
     layout: PackedLayout  # of these tokens alone
-    fraction: Tensor  # float32 [B]: of each sample's tokens
+    fraction: Tensor  # float32 [B]: of each text's tokens
 
     @classmethod
-    def from_tokens(cls, tokens: Tensor, mask_id: int, layout: PackedLayout) -> MaskedPositions:
+    def from_tokens(
+        cls, tokens: Tensor, mask_id: int, layout: PackedLayout, text_lengths: tuple[int, ...]
+    ) -> MaskedPositions:
         """Find [MASK] in `tokens` [N], on the host; the result is on the device of `layout`."""
         is_masked = tokens == mask_id
         lengths = tuple(int(part.sum()) for part in is_masked.split(layout.lengths))
-        fraction = torch.tensor(lengths) / torch.tensor(layout.lengths)
+        fraction = torch.tensor(lengths) / torch.tensor(text_lengths)
         masked_layout = PackedLayout(lengths, layout.latent_tokens, layout.device)
         return cls(is_masked.nonzero().squeeze(1).to(layout.device), masked_layout, fraction.to(layout.device))
 
@@ -183,8 +186,9 @@ def generate(
     template: Tensor | None = None,
     words: Tensor | None = None,
     every_step: bool = False,
+    prefixes: Sequence[Sequence[int]] | None = None,
 ) -> Generation:
-    """Generate B samples of known lengths.
+    """Generate B samples of known lengths, which do not count prefixes.
 
     Args:
         generator: A generator on the host, or one stream per sample; a seed gives the same numbers for any device.
@@ -195,13 +199,17 @@ def generate(
         template: [N], text to infill. Only its [MASK] tokens change; each sample has at least one.
         words: bool [V], tokens that are words; under `doubled_words: avoid` none is placed next to itself.
         every_step: Run the network also in steps that need no prediction, where other ranks may need one.
+        prefixes: Conditions that stand before the texts, as tokens with the one that ends each. They are not returned.
     """
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
     passes, comes_first = 0, mode == "joint" and config.joint_order == "latents_first"
+    known = tokens if mode == "t2l" else template
+    known = torch.full((sum(lengths),), text.mask_id) if known is None else known.cpu()
+    start = _Start.of_texts(known, lengths, prefixes or [()] * len(lengths))
     if comes_first:
-        known = torch.full((sum(lengths),), text.mask_id) if template is None else template
-        given = latents, lengths, known
-        _, latents, _, passes = _reverse(model, text, latent, "t2l", config, generator, *given, every_step=every_step)
+        _, latents, _, passes = _reverse(
+            model, text, latent, "t2l", config, generator, latents, start, every_step=every_step
+        )
         tokens_each = latents.shape[1]
         decoding = config.resolve_decoding("joint", tokens_each)
         temperature = config.resolve_temperature("joint", tokens_each)
@@ -210,14 +218,32 @@ def generate(
         config = config.of_t2l(latent.prediction_type)
     words = words if config.doubled_words == "avoid" else None
     x, z, log_p, more = _reverse(
-        model, text, latent, mode, config, generator, latents, lengths, tokens, on_step, template, words, every_step
+        model, text, latent, mode, config, generator, latents, start, on_step, words, every_step
     )
     passes += more
     if comes_first and config.joint_latents == "of_text":
         config = config.of_t2l(latent.prediction_type)
-        _, z, _, more = _reverse(model, text, latent, "t2l", config, generator, z, lengths, x, every_step=every_step)
+        start = replace(start, tokens=x.cpu())
+        _, z, _, more = _reverse(model, text, latent, "t2l", config, generator, z, start, every_step=every_step)
         passes += more
-    return Generation(x.cpu(), lengths, z.float().cpu(), log_p.cpu(), passes)
+    return Generation(x.cpu()[start.text], lengths, z.float().cpu(), log_p.cpu(), passes)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """Samples as the reverse process finds them, on the host: texts, perhaps masked, behind their prefixes."""
+
+    tokens: Tensor  # int64 [N']
+    lengths: tuple[int, ...]  # of the samples
+    text: Tensor  # int64 [N], places of the texts' tokens
+    text_lengths: tuple[int, ...]
+
+    @classmethod
+    def of_texts(cls, tokens: Tensor, lengths: tuple[int, ...], prefixes: Sequence[Sequence[int]]) -> _Start:
+        pairs = [*zip(prefixes, tokens.split(lengths), strict=True)]
+        whole = torch.cat([part for prefix, own in pairs for part in (tokens.new_tensor(prefix), own)])
+        is_text = torch.cat([torch.arange(len(prefix) + len(own)) >= len(prefix) for prefix, own in pairs])
+        return cls(whole, tuple(len(prefix) + len(own) for prefix, own in pairs), is_text.nonzero().squeeze(1), lengths)
 
 
 def _reverse(
@@ -228,24 +254,22 @@ def _reverse(
     config: SamplingConfig,
     generator: RandomSource,
     latents: Tensor,
-    lengths: tuple[int, ...],
-    tokens: Tensor | None = None,
+    start: _Start,
     on_step: Callable[[float, Tensor], None] | None = None,
-    template: Tensor | None = None,
     words: Tensor | None = None,
     every_step: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Run the reverse process of `generate`; return tokens [N], latents [B, M, C], `log_p` [B] and passes."""
+    """Run the reverse process of `generate`; return tokens [N'], latents [B, M, C], `log_p` [B] and passes."""
     device, batch = latents.device, latents.shape[0]
-    layout = PackedLayout(lengths, latents.shape[1], device)
+    layout, x, texts = PackedLayout(start.lengths, latents.shape[1], device), start.tokens.to(device), start.text
+    texts = texts.to(device)
     grid = torch.linspace(1, 0, config.steps + 1).tolist()
     # Drawn in every mode: the start of generated latents, or the null condition of l2t under guidance.
     noise = draw_normal(generator, latents.shape).to(device)
     generates_text, generates_latent = mode != "t2l", mode != "l2t"
     z = latent.prior(noise) if generates_latent else latents
     if generates_text:
-        start = torch.full((layout.num_tokens,), text.mask_id) if template is None else template.cpu()
-        masked, x = MaskedPositions.from_tokens(start, text.mask_id, layout), start.to(device)
+        masked = MaskedPositions.from_tokens(start.tokens, text.mask_id, layout, start.text_lengths)
         uniforms = draw_uniform(generator, config.steps, masked.layout.lengths)
         decoder = (
             ConfidenceDecoder(text, grid, uniforms, masked.layout)
@@ -253,11 +277,9 @@ def _reverse(
             else AncestralDecoder(text, grid, uniforms, config.remask, device)
         )
     else:
-        assert tokens is not None
-        x = tokens.to(device)
-        masked_share = [float((part == text.mask_id).float().mean()) for part in tokens.cpu().split(lengths)]
-        given_time = torch.tensor(masked_share).to(device)
-    all_masked, temperature = torch.full_like(x, text.mask_id), config.resolve_temperature(mode, latents.shape[1])
+        is_masked = (start.tokens[start.text] == text.mask_id).float().split(start.text_lengths)
+        given_time = torch.stack([each.mean() for each in is_masked]).to(device)
+    all_masked, temperature = x.index_fill(0, texts, text.mask_id), config.resolve_temperature(mode, latents.shape[1])
     log_p = torch.zeros(len(masked.positions) if generates_text else 0, dtype=torch.float64, device=device)
 
     def times(value: float) -> Tensor:
@@ -295,7 +317,7 @@ def _reverse(
         if generates_text:
             x = x.index_copy(0, masked.positions, decoder.update(step, before, rows, drawn, confidence))
             if on_step is not None:
-                on_step(s, x)
+                on_step(s, x[texts])
     if not generates_text:
         return x, z, torch.full((batch,), math.nan, dtype=torch.float64), passes
     sums = torch.zeros(batch, dtype=torch.float64, device=device)

@@ -54,10 +54,9 @@ def ridge_latents(evaluation: Evaluation) -> np.ndarray:
 def _draw(evaluation: Evaluation, split_name: str, count: int) -> tuple[list[np.ndarray], Tensor]:
     """Return the tokens of up to `count` samples of a split, and their standardized latents [n, D]."""
     split = evaluation.good_split(split_name)
-    drawn = draw_samples(split, count, np.random.default_rng(evaluation.config.seed))
-    tokens, lengths, latents = split.gather(np.sort(drawn))
-    standardized = torch.from_numpy(evaluation.run.store.standardize(latents)).flatten(1)
-    return np.split(tokens, lengths.cumsum()[:-1]), standardized
+    drawn = np.sort(draw_samples(split, count, np.random.default_rng(evaluation.config.seed)))
+    standardized = torch.from_numpy(evaluation.run.store.standardize(split.gather(drawn)[2])).flatten(1)
+    return split.texts(drawn), standardized
 
 
 def _counts(tokens: Sequence[Sequence[int] | np.ndarray], evaluation: Evaluation) -> Tensor:
@@ -96,7 +95,7 @@ def _fit_log_linear(evaluation: Evaluation) -> tuple[Tensor, Tensor]:
     tokens, latents = _draw(evaluation, "train", MAX_SAMPLES)
     held_tokens, held_latents = _draw(evaluation, "validation", VALIDATION_SAMPLES)
     counts, held_counts = _counts(tokens, evaluation), _counts(held_tokens, evaluation)
-    frequencies = torch.from_numpy(evaluation.run.store.token_counts).double() + 1
+    frequencies = torch.from_numpy(evaluation.token_counts).double() + 1
     bias = (frequencies / frequencies.sum()).log().float()
     weights = torch.zeros(latents.shape[1], len(bias))
     generator = torch.Generator().manual_seed(evaluation.config.seed)

@@ -15,12 +15,14 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.loader import collate
 from mmldlm.data.nearest import TextIndex, draw_samples
 from mmldlm.data.store import Split, Store
+from mmldlm.data.tokenizer import split_prefix
 from mmldlm.data.verify import drop_bad_samples
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig, generate
@@ -100,8 +102,11 @@ class Evaluation:
         count = len(self.ids)
         if ids is None:
             check_num_samples(count, config.split, store)
-        tokens, self.lengths, self.raw_latents = self.split.gather(self.ids)
-        self.tokens: list[list[int]] = [part.tolist() for part in np.split(tokens, self.lengths.cumsum()[:-1])]
+        tokens, lengths, self.raw_latents = self.split.gather(self.ids)
+        samples = np.split(tokens, lengths.cumsum()[:-1])
+        pairs = [split_prefix(sample.tolist(), store.manifest.pad_id) for sample in samples]
+        self.prefixes, self.tokens = [prefix for prefix, _ in pairs], [text for _, text in pairs]
+        self.lengths = np.array([len(text) for text in self.tokens])
         latents = run.store.standardize(self.raw_latents)
         cycle = rng.permutation(count)
         other = np.empty(count, np.int64)
@@ -182,39 +187,41 @@ class Evaluation:
         """
         if mode == "joint":  # which has no condition to be guided to
             sampling = replace(sampling, guidance=1.0)
-        return self._generate(mode, self.batches(condition, count), self.lengths[:count], sampling, own_length)
+        work = ((counted, batch.slots, batch.latents) for counted, batch in self.batches(condition, count))
+        return self._generate(mode, work, self.tokens[:count], self.prefixes, sampling, own_length)
 
-    def generate_latents(self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig) -> np.ndarray:
+    def generate_latents(
+        self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig, prefixes: Sequence[Sequence[int]] | None = None
+    ) -> np.ndarray:
         """Generate the standardized latents [n, M, C] of texts given as tokens, in t2l (collective)."""
-        shape, lengths = self.raw_latents.shape[1:], np.array([len(text) for text in tokens])
-
-        def batches() -> Iterator[tuple[bool, Batch]]:
-            for counted, slots in self._track(self._local_slots(lengths)):
-                flat, indices = torch.cat([torch.tensor(tokens[slot]) for slot in slots]), torch.from_numpy(slots)
-                empty = torch.zeros(len(slots), *shape)
-                yield counted, Batch(flat, empty, tuple(lengths[slots].tolist()), indices, indices)
-
-        return self._generate("t2l", batches(), lengths, sampling).latents
+        local = self._track(self._local_slots(np.array([len(text) for text in tokens])))
+        shape = self.raw_latents.shape[1:]
+        work = ((counted, torch.from_numpy(slots), torch.zeros(len(slots), *shape)) for counted, slots in local)
+        return self._generate("t2l", work, tokens, prefixes or [()] * len(tokens), sampling).latents
 
     @torch.no_grad()
     def _generate(
         self,
         mode: Mode,
-        batches: Iterator[tuple[bool, Batch]],
-        lengths: np.ndarray,
+        work: Iterator[tuple[bool, Tensor, Tensor]],
+        given_tokens: Sequence[Sequence[int]],
+        prefixes: Sequence[Sequence[int]],
         sampling: SamplingConfig,
         own_length: bool = False,
     ) -> GeneratedSamples:
-        run = self.run
-        latents = np.zeros((len(lengths), *self.raw_latents.shape[1:]))
+        """Generate for (counted, slots, latents) of `work`, with lengths or in t2l the tokens of `given_tokens`."""
+        run, count = self.run, len(given_tokens)
+        latents = np.zeros((count, *self.raw_latents.shape[1:]))
         # float64 holds every token id and length exactly, so that one sum over the ranks can merge them.
-        longest = run.store.manifest.max_length if own_length else int(lengths.max())
-        texts, passes = np.zeros((len(lengths), 1 + longest)), 0.0
-        for counted, batch in batches:
-            streams, given = SampleStreams(self.config.seed, MODES.index(mode), batch.slots), batch.latents
+        longest = run.store.manifest.max_length if own_length else max(map(len, given_tokens))
+        texts, passes = np.zeros((count, 1 + longest)), 0.0
+        for counted, slots, given in work:
+            streams, rows = SampleStreams(self.config.seed, MODES.index(mode), slots), slots.tolist()
+            common: dict[str, Any] = {"every_step": self._every_step, "prefixes": [prefixes[row] for row in rows]}
             if own_length:
-                generation = generate_texts(run, sampling, streams, given, self.chooses, every_step=self._every_step)
+                generation = generate_texts(run, sampling, streams, given, self.chooses, **common)
             else:
+                own = [given_tokens[row] for row in rows]
                 generation = generate(
                     run.model,
                     run.objective.text,
@@ -223,23 +230,30 @@ class Evaluation:
                     sampling,
                     streams,
                     given.to(run.device),
-                    batch.lengths,
-                    batch.tokens,
+                    tuple(map(len, own)),
+                    torch.tensor([token for text in own for token in text]),
                     words=run.words,
-                    every_step=self._every_step,
+                    **common,
                 )
             if not counted:
                 continue
             passes += generation.passes
-            latents[batch.slots.numpy()] = generation.latents
-            for slot, text in zip(batch.slots.tolist(), generation.split(), strict=True):
-                texts[slot, : 1 + len(text)] = len(text), *text
+            latents[rows] = generation.latents
+            for row, text in zip(rows, generation.split(), strict=True):
+                texts[row, : 1 + len(text)] = len(text), *text
         merged = self.sum_over_ranks(texts).astype(np.int64)
         tokens = [row[1 : 1 + row[0]].tolist() for row in merged]
         passes = float(self.sum_over_ranks(np.array([passes]))[0])
-        return GeneratedSamples(self.sum_over_ranks(latents).astype(np.float32), tokens, passes / len(lengths))
+        return GeneratedSamples(self.sum_over_ranks(latents).astype(np.float32), tokens, passes / count)
 
     # --- baselines ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def token_counts(self) -> np.ndarray:
+        """Counts of the tokens in the texts of the training split, float64 [V]; with prefixes of 100,000 of them."""
+        store = self.run.store
+        counts = self._training_texts.token_counts if store.manifest.has_prefixes else store.token_counts
+        return counts.astype(np.float64)
 
     def unigram_tokens(self, count: int) -> list[list[int]]:
         """Return texts of the first `count` documents' lengths, drawn by the training split's token frequencies.
@@ -249,21 +263,23 @@ class Evaluation:
         lengths = self.lengths[:count]
         streams = SampleStreams(self.config.seed, _UNIGRAM, torch.arange(count))
         uniforms = streams.uniform(1, lengths.tolist())[0].numpy()
-        mass = self.run.store.token_counts.astype(np.float64).cumsum()
+        mass = self.token_counts.cumsum()
         # Inverse of the cumulative counts; "right" never returns a token with a count of 0.
         drawn = np.searchsorted(mass, uniforms * mass[-1], side="right")
         return [part.tolist() for part in np.split(drawn, lengths.cumsum()[:-1])]
 
     def unigram_nats(self) -> np.ndarray:
         """Return nats float64 [n] of the documents under the training split's token frequencies, add-one smoothed."""
-        counts = self.run.store.token_counts.astype(np.float64) + 1
+        counts = self.token_counts + 1
         log_p = np.log(counts / counts.sum())
         return np.array([-log_p[text].sum() for text in self.tokens])
 
     def marginal_length_nats(self) -> np.ndarray:
         """Return nats float64 [n] of the documents' lengths under the training split's lengths, add-one smoothed."""
         store = self.run.store
-        counts = np.bincount(np.asarray(store.split("train").lengths), minlength=store.manifest.max_length + 1)[1:] + 1
+        lengths = np.asarray(store.split("train").lengths)
+        lengths = self._training_texts.lengths.long().numpy() if store.manifest.has_prefixes else lengths
+        counts = np.bincount(lengths, minlength=store.manifest.max_length + 1)[1:] + 1
         return -np.log(counts / counts.sum())[self.lengths - 1]
 
     # --- texts ----------------------------------------------------------------------------------------------

@@ -71,7 +71,7 @@ def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str
     generated = evaluation.generate("joint", "none", count, replace(sampling, joint_latents="drawn"))
     latents = generated.latents
     if sampling.joint_order == "latents_first" and sampling.joint_latents == "of_text":
-        latents = evaluation.generate_latents(generated.tokens, sampling)
+        latents = evaluation.generate_latents(generated.tokens, sampling, evaluation.prefixes)
     token_sets = {
         "": generated.tokens,
         "_true": evaluation.tokens[:count],

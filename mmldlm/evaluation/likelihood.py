@@ -55,11 +55,11 @@ def text_bound(evaluation: Evaluation, condition: Condition, t_latent: float = 0
     that of "none" is noise.
     """
     run, config, count = evaluation.run, evaluation.config, len(evaluation.ids)
-    mask_id, t_latent = run.store.manifest.mask_id, 1.0 if condition == "none" else t_latent
+    t_latent = 1.0 if condition == "none" else t_latent
     # The arrays of `TextBound`; other ranks fill in the remaining documents.
     terms = np.zeros((5, config.times, count))
     for draw, counted, batch in evaluation.draws(condition):
-        fixed = run.model, mask_id, run.objective.latent, batch, t_latent, config.seed
+        fixed = run.model, run.objective.text, run.objective.latent, batch, t_latent, config.seed
         drawn = bound_terms(*fixed, draw, count, run.device)
         if counted:
             terms[:, draw, batch.slots.numpy()] = drawn
@@ -126,21 +126,23 @@ def confidence_nats(evaluation: Evaluation, condition: Condition) -> np.ndarray:
     normalized likelihood of the text given its length (DUEL, arXiv 2603.01367). For `num_texts` documents, float64
     [n]; NaN for those of more than 64 tokens (collective).
     """
-    run, mask_id = evaluation.run, evaluation.run.store.manifest.mask_id
+    run, text = evaluation.run, evaluation.run.objective.text
     nats = np.zeros(evaluation.num_texts)
     for counted, batch in evaluation.batches(condition, evaluation.num_texts):
         if not counted:
             continue
         layout, truth = batch.layout.to(run.device), batch.tokens.to(run.device)
-        lengths = torch.tensor(batch.lengths, device=run.device)
+        prefixes = text.prefix_lengths(batch).to(run.device)
+        lengths = torch.tensor(batch.lengths, device=run.device) - prefixes
         ordered = lengths <= MAX_ORDERED_TOKENS
         latents, t_latent = batch.latents, torch.zeros(len(lengths), device=run.device)
         if condition == "none":
             latents = SampleStreams(evaluation.config.seed, _ORDERED, batch.slots).normal(latents.shape)
             t_latent = t_latent + 1
         latents, total = latents.to(run.device), torch.zeros(len(lengths), dtype=torch.float64, device=run.device)
-        tokens = torch.where(ordered[layout.sample_of_token], mask_id, truth)
-        while len(positions := (tokens == mask_id).nonzero().squeeze(1)):
+        generated = ordered[layout.sample_of_token] & (layout.position >= prefixes[layout.sample_of_token])
+        tokens = torch.where(generated, text.mask_id, truth)
+        while len(positions := (tokens == text.mask_id).nonzero().squeeze(1)):
             sample = layout.sample_of_token[positions]
             masked = torch.bincount(sample, minlength=len(lengths))
             logits, *_ = run.model(tokens, latents, masked / lengths, t_latent, layout, positions, None)

@@ -144,14 +144,16 @@ def _first_guesses(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
     for counted, batch in evaluation.batches("own"):
         layout = batch.layout
         # t_text = 1 and t_latent = 0: the whole text is masked and the latent is clean.
-        masked = torch.full((layout.num_tokens,), run.objective.text.mask_id, device=device)
-        t_text = torch.ones(layout.num_samples, device=device)
-        positions = torch.arange(layout.num_tokens, device=device)
+        prefixes = run.objective.text.prefix_lengths(batch)[layout.sample_of_token]
+        is_text = layout.position >= prefixes
+        masked = run.objective.text.corrupt(batch.tokens, is_text).to(device)
+        t_text, places = torch.ones(layout.num_samples, device=device), is_text.nonzero().squeeze(1)
+        positions = places.to(device)
         given = masked, batch.latents.to(device), t_text, torch.zeros_like(t_text), layout.to(device), positions, None
         logits, _, lengths, *_ = run.model(*given)
         if counted:
-            position = layout.position.numpy()
-            np.add.at(token_hits[0], position, (logits.argmax(-1).cpu() == batch.tokens).numpy())
+            position = (layout.position - prefixes)[places].numpy()
+            np.add.at(token_hits[0], position, (logits.argmax(-1).cpu() == batch.tokens[places]).numpy())
             np.add.at(token_hits[1], position, 1)
             # The first class of the length head is one token.
             likeliest_lengths[batch.slots.numpy()] = lengths.argmax(-1).cpu() + 1

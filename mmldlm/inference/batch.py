@@ -124,20 +124,21 @@ def batch_processes(options: Namespace) -> Iterator[tuple[LoadedRun, Collectives
         yield load_run_on_all_ranks(options, processes), processes, progress
 
 
-def read_items(path: Path, run: LoadedRun | None) -> list[Item]:
+def read_items(path: Path, run: LoadedRun, checked: bool = True) -> list[Item]:
     """Read the texts of a file, one a line, or JSON objects with `text` and perhaps `id` (.jsonl).
 
-    They have to fit the tokenizer and the longest text of `run`; without, any text will do. A file that cannot be read,
-    or is empty, is a `DataError`.
+    For a run on data with prefixes they may have a `prefix` as well. If `checked` they have to fit the tokenizer and
+    the longest text of the run. A file that cannot be read, or is empty, is a `DataError`.
     """
     format = suffix_format(str(path))
     if format not in TEXT_FORMATS:
         raise DataError(f"{path}: expected a text a line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'")
     parts = text_parts(str(path), sys.maxsize, format)
-    items = [item for part in parts for item in read_text(part, "text", format, "id", key_optional=True)]
+    prefix = "prefix" if run.store.manifest.has_prefixes else None
+    items = [item for part in parts for item in read_text(part, "text", format, "id", True, prefix)]
     if not items:
         raise DataError(f"{path}: expected a text a line, found an empty file")
-    return items if run is None else [_check_tokens(item, run) for item in items]
+    return [_check_tokens(item, run) for item in items] if checked else items
 
 
 def _check_tokens(item: Item, run: LoadedRun) -> Item:

@@ -33,7 +33,7 @@ _BOUNDS = {"count": (1, None), "length": (1, None), "span_length": (1, None), "p
 # Options, and one that each needs; or some that it excludes, and why.
 _NEEDS = {"texts": "out", "points": "interpolate", "like": "edit", "span_length": "edit"}
 _EXCLUDES = {
-    "interpolate": (("edit", "text", "latents", "count"), ", which generates one text per point"),
+    "interpolate": (("edit", "text", "latents", "count", "prefix"), ", which generates one text per point"),
     "edit": (("text", "length"), ", which has its own text and uses --span-length"),
     "like": (("latents",), ", whose latent is used"),
     "search": (("count", "length", "interpolate", "edit"), ", which improves one text of a latent, of any length"),
@@ -56,6 +56,9 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE",
         help="as --text, for each line of a file, or `text` of a .jsonl; see --out",
+    )
+    parser.add_argument(
+        "--prefix", action="append", help="what the texts follow, of data with prefixes: one, or one for each --text"
     )
     parser.add_argument("-n", "--count", type=int, default=1, help="generations per condition; default: %(default)s")
     parser.add_argument("--length", type=int, help="tokens to generate; default: by the length head")
@@ -110,6 +113,8 @@ def check_options(options: argparse.Namespace, given: set[str]) -> None:
         if given & {"text", "texts", "latents"} not in accepted[mode]:
             needs = {"l2t": f"--{text} or --latents", "t2l": f"--{text}", "joint": f"neither --{text} nor --latents"}
             raise UsageError(f"--mode {mode}{f' --out {out}' * to_file} needs {needs[mode]}")
+    if to_file and len(options.prefix or ()) > 1:
+        raise UsageError(f"--prefix: expected one for all of {out}, or `prefix` in .jsonl, found {len(options.prefix)}")
     if options.search and mode != "l2t":
         raise UsageError(f"--search: improves the text of a latent, expected --mode l2t, found {mode}")
     if options.watch and mode == "t2l":
@@ -163,13 +168,15 @@ def generated_lines(
         lines = [f"  {share:.2f}  {text}" for share, text in zip(np.linspace(0, 1, points), texts, strict=True)]
         return generation, [f"from: {start}", *lines, f"to: {end}"]
     if options.mode == "t2l":
-        generation, _ = sample(run, "t2l", config, seed, texts=options.text, count=count)
+        generation, _ = sample(run, "t2l", config, seed, texts=options.text, count=count, prefixes=options.prefix)
         truth = np.repeat(encode_texts(run, options.text), count, axis=0)
         similarity = cosine(generation.latents.numpy(), truth)
         pairs = zip(np.repeat(options.text, count), similarity, strict=True)
         return generation, [f"cosine {value:.3f} to the encoder's own latent of: {text}" for text, value in pairs]
     if options.mode == "joint":
-        return sample(run, "joint", config, seed, count=count, length=options.length, callback=view)
+        return sample(
+            run, "joint", config, seed, count=count, length=options.length, callback=view, prefixes=options.prefix
+        )
     template = None if span is None else mask_span(run, span, options.span_length)
     given = options.text if span is None else [span.text if options.like is None else options.like]
     raw = read_latents(run, options.latents) if options.latents else encode_texts(run, given)
@@ -184,6 +191,7 @@ def generated_lines(
         length=options.length,
         template=template,
         callback=view,
+        prefixes=options.prefix,
     )
     candidates = [_distinct(texts[first : first + count]) for first in range(0, len(texts), count)]
     if span is not None:
@@ -217,7 +225,7 @@ def sample_file(options: argparse.Namespace) -> int:
         elif options.latents:
             items, latents = batch.read_rows(options.latents, run)
         else:
-            items = batch.read_items(options.texts, run if mode == "t2l" else None)
+            items = batch.read_items(options.texts, run, checked=mode == "t2l")
             latents = batch.encode_with(run) if mode == "l2t" else None
         rows = batch.NO_ROWS if mode == "l2t" else (count, latent.tokens, latent.channels)
 
@@ -226,8 +234,11 @@ def sample_file(options: argparse.Namespace) -> int:
             if mode != "l2t":
                 slots = (slots[:, None] * count + torch.arange(count)).flatten()
             total = len(indices) if mode == "joint" else count
+            # Of a line's own, or of --prefix for all.
+            own = [getattr(items[index], "prefix", "") or (options.prefix or [""])[0] for index in indices]
+            prefixes = options.prefix if mode == "joint" else own
             made, generated = sample(
-                run, mode, config, options.seed, latents, texts, total, options.length, slots=slots
+                run, mode, config, options.seed, latents, texts, total, options.length, slots=slots, prefixes=prefixes
             )
             parts = [slice(start, start + count) for start in range(0, len(generated), count)]
             records = [{"texts": generated[part], "tokens": list(made.lengths[part])} for part in parts]
@@ -238,6 +249,7 @@ def sample_file(options: argparse.Namespace) -> int:
             **batch.describe(run, options, options.texts, options.latents),
             "sampling": asdict(config),
             **{name: getattr(options, name) for name in ("count", "length", "seed", "batch")},
+            **({"prefix": options.prefix} if options.prefix else {}),
         }
         job = batch.Job(options.out, request, items, options.batch, options.on_problem == "skip", latents, rows)
         batch.run_batches(job, compute, processes, progress)

@@ -36,6 +36,7 @@ def sample(
     callback: StepCallback | None = None,
     slots: Tensor | None = None,
     template: Sequence[int] | None = None,
+    prefixes: Sequence[str] | None = None,
 ) -> tuple[Generation, list[str]]:
     """Generate `count` samples for each condition: `raw_latents` [n, M, C] in l2t, `texts` in t2l, none in joint.
 
@@ -48,9 +49,12 @@ def sample(
         slots: int64 [n], or [B] outside of l2t, keys of the conditions' or samples' own random streams; by default all
             are drawn from one.
         template: In l2t, the tokens of a text of which only [MASK] is generated.
+        prefixes: What the texts follow, see `prepare --prefix-field`: one for all, or one for each condition. In joint
+            they are the conditions.
 
     Raises:
-        UsageError: Guidance is not available for the mode or the run, or `length` has another number of conditions.
+        UsageError: Guidance is not available for the mode or the run, `length` or `prefixes` have another number than
+            the conditions, or the data of the run had no prefixes.
         DataError: A text has no tokens, or more than any text of the run.
     """
     check_guidance(run, mode, config)
@@ -58,29 +62,33 @@ def sample(
     generator: RandomSource = torch.Generator().manual_seed(seed)
     if slots is not None:
         generator = SampleStreams(seed, MODES.index(mode), slots)
-    if mode == "t2l":
-        assert texts is not None
+    prefixes = prefixes or [""]
+    given = raw_latents if mode == "l2t" else texts if mode == "t2l" else prefixes
+    assert given is not None
+    heads = prefix_tokens(run, prefixes, len(given))
+    each = [head for head in heads for _ in range(count)]
+    if texts is not None and mode == "t2l":
         ids = [text_ids for text_ids in tokenize_texts(run, texts) for _ in range(count)]
         tokens = torch.tensor([token for text_ids in ids for token in text_ids])
         empty = torch.zeros(len(ids), *shape)
-        return generate_and_decode(run, mode, config, generator, empty, tuple(map(len, ids)), tokens=tokens)
+        given_lengths = tuple(map(len, ids))
+        return generate_and_decode(run, mode, config, generator, empty, given_lengths, tokens=tokens, prefixes=each)
     if mode == "joint":
         # Noise for the length head at t_latent = 1; `generate` draws its own.
-        latents = draw_normal(generator, (count, *shape))
+        latents = draw_normal(generator, (len(each), *shape))
     else:
-        assert raw_latents is not None
-        latents = torch.from_numpy(run.store.standardize(raw_latents))
+        latents = torch.from_numpy(run.store.standardize(np.asarray(raw_latents)))
     length = len(template) if template is not None else length
     lengths = [length] * len(latents) if isinstance(length, int) else list(length or ())
     if length and len(lengths) != len(latents):
         raise UsageError(f"lengths: expected one, or one for each condition, found {len(lengths)}")
     if mode == "joint":
         drawn = tuple(lengths) if length else draw_text_lengths(run, latents, generator, t_latent=1.0)
-        return generate_and_decode(run, mode, config, generator, latents, drawn, callback=callback)
+        return generate_and_decode(run, mode, config, generator, latents, drawn, callback=callback, prefixes=each)
     start = None if template is None else torch.tensor(template)
 
-    given = lengths if length else None
-    made = generate_texts(run, config, generator, latents, True, count, given, _on_step(callback), start)
+    on_step, chosen = _on_step(callback), lengths if length else None
+    made = generate_texts(run, config, generator, latents, True, count, chosen, on_step, start, prefixes=heads)
     return decoded(run, made)
 
 
@@ -156,6 +164,7 @@ def generate_and_decode(
     lengths: tuple[int, ...],
     tokens: Tensor | None = None,
     callback: StepCallback | None = None,
+    prefixes: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Generation, list[str]]:
     """Call `generate` with standardized `latents` [B, M, C] on the host, and decode the result as `sample` does."""
     on_step = _on_step(callback)
@@ -173,6 +182,7 @@ def generate_and_decode(
         tokens,
         on_step=None if on_step is None else lambda t, current: on_step(current, lengths, t),
         words=run.words,
+        prefixes=prefixes,
     )
     return decoded(run, made)
 
@@ -197,6 +207,17 @@ def tokenize_texts(run: LoadedRun, texts: Sequence[str]) -> list[list[int]]:
     if min(lengths) < 1 or max(lengths) > max_length:
         raise DataError(f"--text: expected 1 to {max_length} tokens, found {min(lengths)} to {max(lengths)}")
     return ids
+
+
+def prefix_tokens(run: LoadedRun, prefixes: Sequence[str], count: int) -> list[list[int]]:
+    """Tokenize the prefixes of `count` conditions, one or one for each, with the token that ends each; [] for ""."""
+    if any(prefixes) and not run.store.manifest.has_prefixes:
+        raise UsageError(f"prefix: expected a run on data with prefixes (`prepare --prefix-field`), found {run.folder}")
+    if len(prefixes) not in (1, count):
+        raise UsageError(f"prefix: expected one, or one for each of {count} conditions, found {len(prefixes)}")
+    end, ids = run.store.manifest.pad_id, run.tokenizer.encode_batch([prefix.strip() for prefix in prefixes])
+    tokens = [[*each, end] if each else [] for each in ids]
+    return tokens if len(tokens) == count else tokens * count
 
 
 def check_guidance(run: LoadedRun, mode: Mode, config: SamplingConfig) -> None:

@@ -21,7 +21,7 @@ from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import DataError, UsageError
 from mmldlm.inference.conditions import check_latents, encode_or_raise
-from mmldlm.inference.generate import sample, tokenize_texts
+from mmldlm.inference.generate import prefix_tokens, sample, tokenize_texts
 from mmldlm.run.load import LoadedRun, load_run
 from mmldlm.settings.declaration import dump, restore
 from mmldlm.settings.successors import current
@@ -119,6 +119,7 @@ class Model(_HubMixin):
         mode: Mode | None = None,
         count: int = 1,
         lengths: int | Sequence[int] | None = None,
+        prefixes: Sequence[str] | None = None,
         seed: int = 0,
         **sampling: Any,
     ) -> Samples:
@@ -131,6 +132,8 @@ class Model(_HubMixin):
             count: Samples per condition; in joint, which has none, the number of samples.
             lengths: Tokens of each text: one number, or one for each of the n conditions; by default from the length
                 head, its median in l2t and a draw in joint.
+            prefixes: What the texts follow, for a network trained on data with prefixes (`prepare --prefix-field`): one
+                for all conditions or one for each. In joint each is a condition.
             seed: Seed of the random numbers.
             **sampling: Settings that replace the run's own `sampling`, such as steps, temperature, top_p or guidance.
 
@@ -163,7 +166,8 @@ class Model(_HubMixin):
         if mode == "l2t" and texts is not None:
             raw = self.encode(texts)
         conditions = _as_list(texts) if mode == "t2l" and texts is not None else None
-        generation, generated = sample(self.run, mode, config, seed, raw, conditions, count, lengths)
+        prefixes = None if prefixes is None else _as_list(prefixes)
+        generation, generated = sample(self.run, mode, config, seed, raw, conditions, count, lengths, prefixes=prefixes)
         return Samples(generated, generation.split(), generation.latents.numpy())
 
     def score(
@@ -171,6 +175,7 @@ class Model(_HubMixin):
         texts: Sequence[str],
         latents: np.ndarray | None = None,
         *,
+        prefixes: Sequence[str] | None = None,
         draws: int = 4,
         seed: int = 0,
         batch_size: int = 64,
@@ -181,6 +186,7 @@ class Model(_HubMixin):
             texts: The texts.
             latents: float [n, M, C] on the encoder's scale, such as `encode(texts)`; None: without latents, for which
                 the network must have trained joint.
+            prefixes: What the texts follow, see `sample`. Their own likelihood does not count.
             draws: T, noise times per text; each costs one forward pass.
             seed: Seed of the noise.
             batch_size: Texts per forward pass.
@@ -198,9 +204,11 @@ class Model(_HubMixin):
         if raw is not None and len(raw) != len(ids):
             raise UsageError(f"latents: expected one for each of {len(ids)} texts, found {len(raw)}")
         standardized = None if raw is None else run.store.standardize(raw)
+        heads = prefix_tokens(run, _as_list(prefixes or ""), len(ids))
+        whole = [[*head, *text] for head, text in zip(heads, ids, strict=True)]
         terms = np.zeros((draws, len(ids)))
         for slots in torch.arange(len(ids)).split(batch_size):
-            tokens, rows = [ids[slot] for slot in slots.tolist()], slots.numpy()
+            tokens, rows = [whole[slot] for slot in slots.tolist()], slots.numpy()
             given = None if standardized is None else standardized[rows]
             terms[:, rows] = draw_bounds(run, tokens, given, slots, len(ids), seed, range(draws))
         errors = terms.std(0, ddof=1) / math.sqrt(draws) if draws > 1 else np.full(len(ids), math.nan)
@@ -274,6 +282,6 @@ def draw_bounds(
     conditions = np.zeros((len(tokens), latent.tokens, latent.channels), np.float32) if latents is None else latents
     flat = torch.tensor([token for text in tokens for token in text])
     batch = Batch(flat, torch.from_numpy(conditions), tuple(map(len, tokens)), slots, slots)
-    mask_id, t_latent = run.store.manifest.mask_id, 1.0 if latents is None else 0.0
-    fixed = run.model, mask_id, run.objective.latent, batch, t_latent, seed
+    t_latent = 1.0 if latents is None else 0.0
+    fixed = run.model, run.objective.text, run.objective.latent, batch, t_latent, seed
     return np.stack([bound_terms(*fixed, draw, num_slots, run.device)[3].numpy() for draw in draws])

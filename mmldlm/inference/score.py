@@ -23,6 +23,7 @@ from mmldlm.inference.batch import (
     read_rows,
     run_batches,
 )
+from mmldlm.inference.generate import prefix_tokens
 from mmldlm.inference.model import check_scored_mode, draw_bounds
 from mmldlm.run.load import add_run_options, add_settings
 from mmldlm.utils.intervals import Ratio, mean_of_draws, ratio_of_sums
@@ -65,10 +66,12 @@ def main(argv: list[str] | None = None) -> int:
 
         def compute(indices: list[int], texts: list[str], latents: np.ndarray | None) -> Results:
             tokens = run.tokenizer.encode_batch(texts)
+            prefixes = prefix_tokens(run, [getattr(items[index], "prefix", "") for index in indices], len(indices))
+            whole = [[*prefix, *text] for prefix, text in zip(prefixes, tokens, strict=True)]
             # Items of a batch share the grids of noise times; each batch has draws of its own.
             slots, first = torch.tensor(indices) % size, indices[0] // size * draws
             given = None if latents is None else run.store.standardize(latents)
-            bounds = draw_bounds(run, tokens, given, slots, size, options.seed, range(first, first + draws))
+            bounds = draw_bounds(run, whole, given, slots, size, options.seed, range(first, first + draws))
             means = [(len(text), mean_of_draws(nats)) for text, nats in zip(tokens, bounds.T, strict=True)]
             return [
                 {"tokens": count, "nats": mean.value, **_bits_per_token(mean * (1 / count))} for count, mean in means

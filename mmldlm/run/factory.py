@@ -74,7 +74,7 @@ def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
     latent = config.latent.resolve(manifest.latent.tokens * manifest.latent.channels)
     return Objective(
         config.loss,
-        MaskedDiffusion(manifest.mask_id, config.loss.text, config.text.masks),
+        MaskedDiffusion(manifest.mask_id, config.loss.text, config.text.masks, manifest.pad_id),
         GaussianDiffusion(latent, config.loss.latent, manifest.latent.max_norm, config.loss.huber_delta),
         config.log.noise_levels,
         accuracy=True,

@@ -25,6 +25,7 @@ def generate_texts(
     on_step: Callable[[Tensor, tuple[int, ...], float], None] | None = None,
     template: Tensor | None = None,
     every_step: bool = False,
+    prefixes: Sequence[Sequence[int]] | None = None,
 ) -> Generation:
     """Generate `count` texts of each of the standardized `latents` [n, M, C] on the host, see `generate_best`.
 
@@ -58,4 +59,5 @@ def generate_texts(
         on_step,
         template,
         every_step,
+        prefixes,
     )

@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     check_new(options.out)
     run = load_run(options.run, options.checkpoint, options.data, options.weights, device="cpu")
-    texts = [getattr(item, "text", "") for item in read_items(options.pairs, None)]
+    texts = [getattr(item, "text", "") for item in read_items(options.pairs, run, checked=False)]
     latents = encode_or_raise(run.encoder, texts).reshape(len(texts), -1).astype(np.float64)
     if options.new.endswith(".npy"):
         vectors = np.asarray(read_array(Path(options.new), "NEW"))

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.nearest import nearest_neighbors
+from mmldlm.data.tokenizer import split_prefix
 from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import ExitCode, MmldlmError, UsageError
@@ -100,13 +101,12 @@ class Demo:
     def __init__(self, run: LoadedRun):
         self.run, self.encoder = run, run.encoder
 
-    def write(self, text: str, **fields: Any) -> list[Row]:
-        """Generate texts from the latent of `text`, each with the cosine of its own latent to that one."""
+    def write(self, text: str, prefix: str = "", **fields: Any) -> list[Row]:
+        """Generate texts from the latent of `text`, behind `prefix`, each with the cosine of its own latent to that."""
         request = self._request(**fields)
         latents = encode_or_raise(self.encoder, [_checked(text)])
-        _, texts = sample(
-            self.run, "l2t", request.sampling, request.seed, latents, count=request.count, length=request.length
-        )
+        count, length, config = request.count, request.length, request.sampling
+        _, texts = sample(self.run, "l2t", config, request.seed, latents, count=count, length=length, prefixes=[prefix])
         return _rows(cosine(self.encoder.encode(texts), latents), texts)
 
     def nearest(self, text: str, split: str = "train", **fields: Any) -> tuple[float | None, list[Row], list[Row]]:
@@ -143,6 +143,12 @@ class Demo:
         split = self.run.store.split("test")
         rows = (len(split) // 3, 2 * len(split) // 3)
         return self.run.tokenizer.decode_batch([split.tokens(row).tolist() for row in rows])
+
+    def example_prefix(self) -> str:
+        """Return the prefix of the first of `examples`."""
+        split = self.run.store.split("test")
+        prefix, _ = split_prefix(split.tokens(len(split) // 3).tolist(), self.run.store.manifest.pad_id)
+        return self.run.tokenizer.decode_batch([prefix[:-1]])[0].strip()
 
     def _request(self, **fields: Any) -> Request:
         given = {key: value for key, value in fields.items() if value is not None}
@@ -215,9 +221,10 @@ class Page:
             with gradio.Tab("To text"):
                 note = "The encoder turns the sentence into a latent; the model generates texts from that latent alone."
                 results = [self._table("cosine to the sentence's latent", "generated text")]
-                form = self._form(
-                    "l2t", note, {"Sentence": first}, ("count", "length", *_SAMPLING), demo.write, results
-                )
+                texts = {"Sentence": first}
+                if self.run.store.manifest.has_prefixes:
+                    texts["Prefix"] = demo.example_prefix()
+                form = self._form("l2t", note, texts, ("count", "length", *_SAMPLING), demo.write, results)
                 if "l2t" in self.run.config.trained_modes:
                     self.blocks.load(api_visibility="private", **form)
             with gradio.Tab("To latent"):

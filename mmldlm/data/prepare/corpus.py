@@ -59,7 +59,8 @@ class DocumentCacheWriter:
     def add(self, document: Document) -> None:
         """Append a document."""
         arrays = (document.tokens, document.latents)
-        line = [document.text, document.source, document.line, document.key, *(array is not None for array in arrays)]
+        own = document.text, document.source, document.line, document.key, document.prefix
+        line = [*own, *(array is not None for array in arrays)]
         self._offsets.append(self._file.tell())
         self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
         for array in arrays:
@@ -74,10 +75,10 @@ def cached_documents(folder: Path, indices: Iterable[int] | None = None) -> Iter
         for index in range(len(offsets)) if indices is None else indices:
             if indices is not None:
                 file.seek(offsets[index])
-            text, source, line, key, *has_array = json.loads(file.readline().decode("utf-8", "surrogatepass"))
+            text, source, line, key, prefix, *has_array = json.loads(file.readline().decode("utf-8", "surrogatepass"))
             # The arrays follow their line, so reading all documents in order needs no seek.
             tokens, latents = (np.load(file, allow_pickle=False) if has else None for has in has_array)
-            yield Document(text, source, line, tokens=tokens, latents=latents, key=key)
+            yield Document(text, source, line, tokens, latents, key, prefix)
 
 
 # --- groups and splits ----------------------------------------------------------------------------
@@ -247,7 +248,7 @@ class Corpus:
     def split_near_duplicates(self, config: PrepareConfig) -> dict[str, Any]:
         """Assign all documents, in memory, to splits again, near-duplicates to the same; return statistics."""
         keys, statistics = near_duplicate_groups(
-            [document.text for chunk in self._chunks for _, document in self.documents(chunk)]
+            [document.whole for chunk in self._chunks for _, document in self.documents(chunk)]
         )
         new_splits = iter([assign_split(key, config) for key in keys])
         for chunk in self._chunks:

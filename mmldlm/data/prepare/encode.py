@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -27,7 +27,10 @@ ReportProblem: TypeAlias = Callable[[Problem], None]
 
 @dataclass(frozen=True)
 class TokenizedSample:
-    """A sample before it is encoded: a document, or a part of one that was too long. `tokens` is int64 [L]."""
+    """A sample before it is encoded: a document, or a part of one that was too long.
+
+    `tokens` is int64 [L], with the prefix, which the text lacks.
+    """
 
     document: Document
     split: int
@@ -71,28 +74,40 @@ def make_samples(
     ]
     tokenized = [(split, document, ids) for split, document, ids in encoded if ids is not None]
     counts = tokenizer.count_losses([document.text for _, document, _ in tokenized], [ids for *_, ids in tokenized])
+    with_prefix = [replace(document, text=document.prefix) for _, document, _ in tokenized if document.prefix]
+    prefixes = iter(_encode_texts(with_prefix, tokenizer, report))
     samples = []
     for split, document, ids in tokenized:
-        tokens = np.asarray(ids, np.int64)
+        prefix = next(prefixes) if document.prefix else []
+        if prefix is None:
+            continue
+        head = np.array([*prefix, tokenizer.pad_id] if document.prefix else [], np.int64)
+        tokens, room = np.asarray(ids, np.int64), config.max_length - len(head)
         if len(tokens) < config.min_length:
             reason = f"{len(tokens)} tokens, expected at least {config.min_length}"
             report(document.problem("too_short", reason))
-        elif len(tokens) <= config.max_length:
-            samples.append(TokenizedSample(document, split, document.text, tokens))
+        elif room < config.min_length:
+            reason = f"a prefix of {len(prefix)} tokens leaves no room for a text in --max-length {config.max_length}"
+            report(document.problem("too_long", reason))
+        elif len(tokens) <= room:
+            samples.append(TokenizedSample(document, split, document.text, np.concatenate([head, tokens])))
         elif document.latents is not None and config.over_length == "split":
             reason = (
-                f"{len(tokens)} tokens, but one latent, which cannot be split: expected at most --max-length "
+                f"{len(tokens)} tokens, but one latent, which cannot be split: expected at most {room} by --max-length "
                 f"{config.max_length}, or --over-length cut"
             )
             report(document.problem("too_long", reason))
         else:
             counts["over_length"] += 1
             # Parts of equal size, so that the last one does not consist of a few tokens.
-            parts = np.array_split(tokens, -(-len(tokens) // config.max_length))
-            parts = [tokens[: config.max_length]] if config.over_length == "cut" else parts
+            parts = np.array_split(tokens, -(-len(tokens) // room))
+            parts = [tokens[:room]] if config.over_length == "cut" else parts
             # The latent of a part is that of its own text, and its characters are counted there.
             texts = tokenizer.decode_batch([part.tolist() for part in parts])
-            samples += [TokenizedSample(document, split, text, part) for text, part in zip(texts, parts, strict=True)]
+            samples += [
+                TokenizedSample(document, split, text, np.concatenate([head, part]))
+                for text, part in zip(texts, parts, strict=True)
+            ]
     return samples, counts
 
 

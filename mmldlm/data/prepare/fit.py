@@ -116,7 +116,8 @@ def _fit_encoder(job: Job, texts: Iterable[str], tokenizer: Tokenizer, progress:
 def _fit_tokenizer(config: PrepareConfig, corpus: Corpus) -> Tokenizer:
     """Return the tokenizer of `config`: trained on `corpus`, built in, or loaded from a path."""
     if config.tokenizer in ("bpe", "words"):
-        texts = (document.text for document in corpus.training_sample(config.fit_documents))
+        documents = corpus.training_sample(config.fit_documents)
+        texts = (text for document in documents for text in (document.prefix, document.text) if text)
         train = Tokenizer.train if config.tokenizer == "bpe" else Tokenizer.words
         return train(texts, config.vocab_size)
     return Tokenizer.characters() if config.tokenizer == "characters" else Tokenizer.load(config.tokenizer)

@@ -39,9 +39,9 @@ class FormatReader(NamedTuple):
 def get_reader(format: Format, config: PrepareConfig) -> FormatReader:
     """Return the reader of `format` with the fields and columns that `config` names."""
     if format in TEXT_FORMATS:
-        read = partial(read_text, format=format, key_field=config.key_field)
+        read = partial(read_text, format=format, key_field=config.key_field, prefix_field=config.prefix_field)
         return FormatReader(partial(text_parts, format=format), read)
-    columns = tables.Columns(config.tokens_field, config.latents_field, config.key_field)
+    columns = tables.Columns(config.tokens_field, config.latents_field, config.key_field, config.prefix_field)
     if format == "parquet":
         return FormatReader(tables.parquet_parts, partial(tables.read_parquet, columns=columns))
     parts = tables.arrow_parts if format == "arrow" else tables.datasets_parts

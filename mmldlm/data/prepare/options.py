@@ -51,6 +51,9 @@ class PrepareConfig:
     )
     latents_field: str | None = option(None, "column of latents, for --encoder included", metavar="FIELD")
     key_field: str | None = option(None, "field or column with the id of the document", metavar="FIELD")
+    prefix_field: str | None = option(
+        None, "field or column with the condition of the text, such as a question; it is never masked", metavar="FIELD"
+    )
     tokenizer: str = option("bpe", "bpe, words (trained here), characters (a-z and space), or a PATH")
     vocab_size: int = option(4096, "of the trained tokenizer (%(default)s)")
     encoder: str = option(
@@ -163,6 +166,7 @@ class PrepareConfig:
             ("tokens_field", "Parquet or Arrow", is_text),
             ("latents_field", "Parquet or Arrow", is_text),
             ("key_field", "a table or JSON", self.format in ("lines", "blocks")),
+            ("prefix_field", "a table or JSON", self.format in ("lines", "blocks")),
         ):
             if (value := getattr(self, name)) and (is_invalid or self.corpus):
                 source = self.corpus or self.format

@@ -66,7 +66,7 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
             if isinstance(item, Problem):
                 problems.add(item)
                 continue
-            group = exact_group(item.text)
+            group = exact_group(item.whole)
             splits.append(assign_split(group, config))
             groups.append(hash64(group))
             cache.add(item)

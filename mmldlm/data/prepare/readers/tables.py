@@ -31,6 +31,7 @@ class Columns:
     tokens: str | None = None
     latents: str | None = None
     key: str | None = None
+    prefix: str | None = None
 
 
 NO_COLUMNS = Columns()
@@ -174,6 +175,7 @@ def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -
         columns.tokens: ("lists of integers", {"list of integer"}),
         columns.latents: ("lists of floats", {"list of float", "list of list of float"}),
         columns.key: ("text or integers", {"text", "integer"}),
+        columns.prefix: ("text", {"text"}),
     }
     names = []
     for name, (expected, kinds) in expected_kinds.items():
@@ -241,10 +243,11 @@ def _document(path: str, line: int, values: dict[str, Any], field: str | None, c
     problems: list[tuple[ProblemKind, str]] = []
     text = values.get(field) if field else None
     tokens = latents = None
-    key = ""
-    if isinstance(text, UnicodeDecodeError):
-        problems.append(("unreadable", f"column {field!r} is not UTF-8"))
-    elif field and columns.tokens is None and not (text or "").strip():
+    key, prefix = "", (values[columns.prefix] if columns.prefix else "") or ""
+    for name, value in ((field, text), (columns.prefix, prefix)):
+        if isinstance(value, UnicodeDecodeError):
+            problems.append(("unreadable", f"column {name!r} is not UTF-8"))
+    if not problems and field and columns.tokens is None and not (text or "").strip():
         problems.append(("empty", "empty document"))
     if columns.tokens is not None:
         tokens = _to_array(values[columns.tokens])
@@ -265,7 +268,9 @@ def _document(path: str, line: int, values: dict[str, Any], field: str | None, c
         key = str(values[columns.key])
         if values[columns.key] is None or isinstance(values[columns.key], UnicodeDecodeError):
             problems.append(("invalid", f"column {columns.key!r} holds no id"))
-    return Problem(path, line, *problems[0]) if problems else Document(text or "", path, line, tokens, latents, key)
+    if problems:
+        return Problem(path, line, *problems[0])
+    return Document(text or "", path, line, tokens, latents, key, prefix.strip())
 
 
 def _to_array(value: Any) -> np.ndarray | None:

@@ -64,22 +64,29 @@ def read_text(
     format: Format = "lines",
     key_field: str | None = None,
     key_optional: bool = False,
+    prefix_field: str | None = None,
 ) -> DocumentStream:
     """Yield the documents and problems of a part of a text file, in one of `TEXT_FORMATS`.
 
-    `field` of JSON, or column of CSV, holds the text, and `key_field` the key, which may be missing if `key_optional`.
+    `field` of JSON, or column of CSV, holds the text, `key_field` the key and `prefix_field` the prefix, which may be
+    empty. Both may be missing if `key_optional`.
     """
     with open_text(part.path) as file:
         for line, record in _RECORDS[format](_lines(file, part)):
             text, key = record, ""
+            prefix: str | _Fault = ""
             if format not in ("lines", "blocks") and not isinstance(record, tuple):
                 text, key = _row_text(record, field, key_field, key_optional)
+                if prefix_field and not isinstance(text, tuple) and (prefix_field in record or not key_optional):
+                    prefix = _row_text(record, prefix_field, None, False)[0]
             if isinstance(text, tuple):
                 yield Problem(part.path, line, *text)
+            elif isinstance(prefix, tuple):
+                yield Problem(part.path, line, *prefix)
             elif not text.strip():
                 yield Problem(part.path, line, *_EMPTY)
             else:
-                yield Document(text, part.path, line, key=key)
+                yield Document(text, part.path, line, key=key, prefix=prefix.strip())
 
 
 def _lines(file: BinaryIO, part: Part) -> _Lines:
