@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -88,13 +89,17 @@ class ShardedAdamW(torch.optim.AdamW):
         return bool(has_complex)
 
 
+_STACKED = 8  # matrices of one shape that are orthogonalized at once
+
+
 class ShardedMuon(torch.optim.Muon):
     """PyTorch's Muon, which gathers a sharded matrix to orthogonalize it.
 
     PyTorch's own runs the Newton-Schulz iteration on shards: 11 to 16 collectives per matrix, partial sums rounded to
     bfloat16, so that an update is up to 3 % off, and an error for a matrix with fewer rows than ranks. Here a single
     gather of bfloat16 suffices, and the update is bit-identical to that of one process. On a CPU without instructions
-    for bfloat16 the products of the iteration take ten times as long as in float32.
+    for bfloat16 the products of the iteration take ten times as long as in float32, where matrices of one shape share
+    them.
     """
 
     @torch.no_grad()
@@ -105,13 +110,34 @@ class ShardedMuon(torch.optim.Muon):
         if not in_float32 and not any(isinstance(parameter, DTensor) for parameter in parameters):
             super().step()
             return
+        size = _STACKED if in_float32 else 1
         for group in self.param_groups:
+            by_shape: dict[torch.Size, list[Tensor]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(parameter, group, in_float32)
+                    by_shape.setdefault(parameter.shape, []).append(parameter)
+            for alike in by_shape.values():
+                for start in range(0, len(alike), size):
+                    self._step(alike[start : start + size], group, in_float32)
 
-    def _step(self, parameter: Tensor, group: Mapping[str, Any], in_float32: bool) -> None:
-        """Update one matrix as `torch.optim.Muon` does. All but the iteration is element-wise."""
+    def _step(self, parameters: Sequence[Tensor], group: Mapping[str, Any], in_float32: bool) -> None:
+        """Update matrices of one shape as `torch.optim.Muon` does. All but the iteration is element-wise."""
+        updates = [self._update(parameter, group) for parameter in parameters]
+        numbers = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        if in_float32:
+            orthogonals = list(newton_schulz(torch.stack(updates), *numbers))
+        else:
+            orthogonals = [_zeropower_via_newtonschulz(update, *numbers) for update in updates]
+        for parameter, orthogonal in zip(parameters, orthogonals, strict=True):
+            if isinstance(parameter, DTensor):
+                # All ranks have computed the same matrix, so each slices its own copy, without communication.
+                mesh, placements = parameter.device_mesh, parameter.placements
+                orthogonal = distribute_tensor(orthogonal, mesh, placements, src_data_rank=None)
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(orthogonal, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
+
+    def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Return what is to be orthogonalized, whole; the mean of the gradients is updated."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if "momentum_buffer" not in state:
@@ -119,25 +145,33 @@ class ShardedMuon(torch.optim.Muon):
         mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         # The iteration rounds to bfloat16 first, so gathering in bfloat16 loses nothing.
         update = (gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean).bfloat16()
-        whole = update.full_tensor() if isinstance(update, DTensor) else update
-        orthogonalize = newton_schulz if in_float32 else _zeropower_via_newtonschulz
-        orthogonal = orthogonalize(whole, group["ns_coefficients"], group["ns_steps"], group["eps"])
-        if isinstance(parameter, DTensor):
-            # All ranks have computed the same matrix, so each slices its own copy, without communication.
-            orthogonal = distribute_tensor(orthogonal, parameter.device_mesh, parameter.placements, src_data_rank=None)
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
-        parameter.add_(orthogonal, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
+        return update.full_tensor() if isinstance(update, DTensor) else update
 
 
-def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, epsilon: float) -> Tensor:
-    """Return about the nearest orthogonal matrix in float32 (Muon, https://kellerjordan.github.io/posts/muon/)."""
+def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, epsilon: float) -> Tensor:
+    """Return about the nearest orthogonal matrices [K, R, C] in float32.
+
+    Each step is X <- F X with F = a + b A + c A^2 and A = X X^T (Muon, https://kellerjordan.github.io/posts/muon/). The
+    F of all steps are polynomials of the first A, so they commute, the next A is F A F, and the wide X is multiplied
+    once, at the end. For matrices that are nearly square that would take more products than it saves.
+    """
     a, b, c = coefficients
-    x = matrix.float() if len(matrix) <= matrix.shape[1] else matrix.float().T
-    x = x / x.norm().clamp(min=epsilon)
-    for _ in range(steps):
-        gram = x @ x.T
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x if len(matrix) <= matrix.shape[1] else x.T
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.float().mT if is_tall else matrices.float()
+    x = x / torch.linalg.vector_norm(x, dim=(1, 2), keepdim=True).clamp(min=epsilon)
+    if x.shape[2] < 1.5 * x.shape[1]:
+        for _ in range(steps):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    else:
+        gram, factors = x @ x.mT, list[Tensor]()
+        for _ in range(steps):
+            if factors:
+                gram = factors[-1] @ gram @ factors[-1]
+            factors.append(torch.baddbmm(gram, gram, gram, beta=b, alpha=c))
+            factors[-1].diagonal(dim1=1, dim2=2).add_(a)
+        x = reduce(torch.bmm, factors) @ x
+    return x.mT if is_tall else x
 
 
 class MuonAdamW(torch.optim.Optimizer):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from mmldlm import train
+from mmldlm.distributed.optimizers import newton_schulz
 from tests.helpers.engine_runs import CURVE, difference, environment, records, run, saved_tensors
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import BIN, ROOT, SCRIPTS
@@ -180,3 +181,19 @@ def test_deepspeeds_adam_is_adamw(
                 assert all(torch.equal(result[entry], expected[entry]) for entry in expected), "not the same bits"
         steps = {float(tensor) for key, tensor in saved_tensors(folder, "optimizer").items() if key.endswith("/step")}
         assert steps == {20.0}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("shape", [(3, 40, 40), (2, 24, 96), (9, 96, 24), (1, 30, 40)])
+def test_matrices_of_a_cpu_are_orthogonalized_as_by_the_definition(shape: tuple[int, int, int]) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    a, b, c = coefficients = 3.4445, -4.775, 2.0315
+    expected = []
+    for matrix in matrices:
+        x = matrix / matrix.norm()
+        for _ in range(5):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        expected.append(x)
+    found = newton_schulz(matrices.float(), coefficients, 5, 1e-7)
+    torch.testing.assert_close(found, torch.stack(expected).float(), rtol=0, atol=1e-4)

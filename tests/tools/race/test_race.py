@@ -174,12 +174,15 @@ def test_under_launchers(launch: str, base: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_best_of_sixteen_rates(base: Path) -> None:
+@pytest.mark.parametrize("launch", ["", "torchrun --nproc_per_node 2 --master_port {port}"])
+def test_the_best_of_sixteen_rates(launch: str, base: Path) -> None:
     """Within 0.2 % of the best of the full grid: arms for a quarter of its cost, all for one of three seeds of each."""
     text = base.read_text(encoding="utf-8").replace("steps: 12", "steps: 64").replace("every: 6,", "every: 4,")
     base.write_text(text, encoding="utf-8")
     rates = [f"optim.lr={10 ** (-5 + number / 4):.3g}" for number in range(16)]
-    options = ("--seeds", "4", "--looks", "5", "--risk", "90%")
+    options = ["--seeds", "4", "--looks", "5", "--risk", "90%"]
+    if launch:
+        options += ["--launch", f"{BIN}/{launch.format(port=free_port())}"]
     assert command.main([str(base), *rates, *options]) == 0
     last = {line["n"]: line for line in lines(base, "result")}
     (run,) = (base.parent / "run-race").glob("*/base-0")
@@ -191,6 +194,7 @@ def test_the_best_of_sixteen_rates(base: Path) -> None:
         assert train.main([str(base), rate, f"run.dir={folder}"]) == 0
         values.append(RunSummary(folder).final_values()[BOUND])
     (kept,) = [n for n, line in last.items() if line["decision"] == "keep"]
+    print(f"kept {values[kept - 1]:.5g}, best {min(values):.5g}; arms {arms:.3g} runs, luck {luck:.3g}")
     assert values[kept - 1] <= 1.002 * min(values)
     assert arms <= 16 / 4 and arms + luck <= 3 * 16 / 4
 
