@@ -109,8 +109,10 @@ class Demo:
         _, texts = sample(self.run, "l2t", config, request.seed, latents, count=count, length=length, prefixes=[prefix])
         return _rows(cosine(self.encoder.encode(texts), latents), texts)
 
-    def nearest(self, text: str, split: str = "train", **fields: Any) -> tuple[float | None, list[Row], list[Row]]:
-        """Generate a latent for `text`.
+    def nearest(
+        self, text: str, prefix: str = "", split: str = "train", **fields: Any
+    ) -> tuple[float | None, list[Row], list[Row]]:
+        """Generate a latent for `text`, behind `prefix`.
 
         Returns:
             Its cosine to the encoder's latent, and the documents nearest to it, and to the encoder's, each with the
@@ -118,7 +120,7 @@ class Demo:
         """
         request = self._request(**fields)
         text, documents = _checked(text), self.run.store.split(split)
-        generation, _ = sample(self.run, "t2l", request.sampling, request.seed, texts=[text])
+        generation, _ = sample(self.run, "t2l", request.sampling, request.seed, texts=[text], prefixes=[prefix])
         generated, encoded = generation.latents.numpy(), self.encoder.encode([text])
         tables = []
         latents = np.concatenate([generated, encoded])
@@ -215,16 +217,16 @@ class Page:
     def __init__(self, gradio: Any, demo: Demo, model_thread: ThreadPoolExecutor):
         self.gr, self.demo, self.run, self.model_thread = gradio, demo, demo.run, model_thread
         first, second = demo.examples()
+        prefix = {"Prefix": demo.example_prefix()} if self.run.store.manifest.has_prefixes else {}
         about = f"{self.run.folder}, {self.run}; encoder {self.run.store.manifest.encoder['name']}"
         with gradio.Blocks(title=f"{self.run.folder} - mmldlm demo", analytics_enabled=False) as self.blocks:
             gradio.HTML(f"<h1>mmldlm demo</h1><p>{escape(about)}</p>")
             with gradio.Tab("To text"):
                 note = "The encoder turns the sentence into a latent; the model generates texts from that latent alone."
                 results = [self._table("cosine to the sentence's latent", "generated text")]
-                texts = {"Sentence": first}
-                if self.run.store.manifest.has_prefixes:
-                    texts["Prefix"] = demo.example_prefix()
-                form = self._form("l2t", note, texts, ("count", "length", *_SAMPLING), demo.write, results)
+                form = self._form(
+                    "l2t", note, {"Sentence": first} | prefix, ("count", "length", *_SAMPLING), demo.write, results
+                )
                 if "l2t" in self.run.config.trained_modes:
                     self.blocks.load(api_visibility="private", **form)
             with gradio.Tab("To latent"):
@@ -237,7 +239,7 @@ class Page:
                 names = ("nearest to the generated latent", "nearest to the latent of the encoder")
                 results = [similarity, *(self._table("cosine", name) for name in names)]
                 fields = ("neighbors", "split", "t2l_steps", "guidance", "seed")
-                self._form("t2l", note, {"Text": first}, fields, demo.nearest, results)
+                self._form("t2l", note, {"Text": first} | prefix, fields, demo.nearest, results)
             with gradio.Tab("Between"):
                 note = (
                     "Texts along the way from one sentence's latent to the other's, all of one length and with the "

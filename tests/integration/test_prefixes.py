@@ -152,6 +152,7 @@ def test_the_demo_has_a_field_for_it(run_dir: Path) -> None:
     assert demo.example_prefix().startswith("question") and "question" not in demo.examples()[0]
     text = demo.examples()[0]
     assert demo.write(text, demo.example_prefix(), count=1)[0][1] == text
+    assert demo.nearest(text, demo.example_prefix()) != demo.nearest(text, "question 5: the color of coal?")
 
 
 def test_a_mixture_of_stores_with_and_without(store: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_the_client_gets_what_the_page_shows(client: Any, demo: Demo) -> None:
     result = client.predict(TEXT, 2, 7, 3, 0.5, 1, 3, api_name="/write")
     assert result["data"] == demo.write(TEXT, count=2, length=7, steps=3, temperature=0.5, guidance=1, seed=3)
     similarity, *tables = client.predict(TEXT, 2, "test", 3, 1, 0, api_name="/nearest")
-    expected = demo.nearest(TEXT, "test", neighbors=2, t2l_steps=3, guidance=1, seed=0)
+    expected = demo.nearest(TEXT, split="test", neighbors=2, t2l_steps=3, guidance=1, seed=0)
     assert (similarity, *(table["data"] for table in tables)) == expected
     result = client.predict(TEXT, "The wave.", 3, 5, 2, 1, 1, 0, api_name="/between")
     fields = {"points": 3, "length": 5, "steps": 2, "temperature": 1, "guidance": 1, "seed": 0}
