@@ -88,7 +88,8 @@ def describe(info: dict[str, Any]) -> str:
     lines = [
         f"{info['store']}: {info['bytes']:,} bytes by {info['created_by']}, identity {info['identity'][:12]}",
         f"tokenizer  {info['vocab_size']} tokens, sha256 {info['tokenizer']['sha256'][:12]}; stored as "
-        f"{info['token_dtype']}, longest sample {info['max_length']}",
+        f"{info['token_dtype']}, longest sample {info['max_length']}"
+        + (", prefixes included" if "prefixes" in info["tokenizer"] else ""),
         f"           {describe_losses(info['tokenizer'])}",
         f"encoder    {', '.join(f'{key} {_short(value)}' for key, value in encoder.items())}",
         f"latents    {latent['tokens']} x {latent['channels']} {info['latent_dtype']}; centered rms "

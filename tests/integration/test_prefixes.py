@@ -75,6 +75,8 @@ def test_samples_are_a_prefix_its_end_and_a_text(store: Path, capsys: pytest.Cap
     assert 3 <= len(text) <= 5 and split_prefix(split.tokens(5).tolist(), pad)[1] == text.tolist()
     assert cli.main(["data", "sample", str(store), "-n", "1"]) == 0
     assert "?[PAD] it is" in capsys.readouterr().out
+    assert cli.main(["data", "info", str(store)]) == 0
+    assert ", prefixes included\n" in capsys.readouterr().out
 
 
 def test_nothing_of_a_prefix_is_masked_or_counted(run_dir: Path, store: Path) -> None:
