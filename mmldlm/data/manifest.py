@@ -96,7 +96,7 @@ class Manifest:
 
     @property
     def has_prefixes(self) -> bool:
-        """Whether samples begin with conditions, see `prepare --prefix-field`."""
+        """True if samples begin with conditions, see `prepare --prefix-field`."""
         return "prefixes" in self.tokenizer
 
     def to_json(self) -> str:

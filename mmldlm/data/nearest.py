@@ -86,7 +86,7 @@ class TextIndex:
     def of_split(cls, split: Split, seed: int) -> TextIndex:
         """Return the texts of a split; of more than 100,000, as many are drawn."""
         drawn = draw_samples(split, _MAX_TEXTS, np.random.default_rng(seed))
-        return cls(split.texts(np.sort(drawn)), split.manifest.vocab_size)
+        return cls(split.samples(np.sort(drawn))[1], split.manifest.vocab_size)
 
     def similarity(self, text: Sequence[int]) -> float:
         """Return the similarity of `text` to the most similar text, 1 if they are equal.

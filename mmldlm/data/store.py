@@ -285,12 +285,12 @@ class Split:
             raise DataError(self.nonfinite_message(index))
         return tokens, lengths, latents
 
-    def texts(self, indices: np.ndarray) -> list[np.ndarray]:
-        """Return the tokens of samples `indices` [n] without prefixes, int64 [length] each."""
-        tokens, lengths, _ = self.gather(indices)
+    def samples(self, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
+        """Return prefixes with the token that ends each, texts and latents of `indices` [n], otherwise as `gather`."""
+        tokens, lengths, latents = self.gather(indices)
         parts = np.split(tokens, lengths.cumsum()[:-1])
-        ends = [np.flatnonzero(part == self.manifest.pad_id) for part in parts]
-        return [part[end[0] + 1 :] if len(end) else part for part, end in zip(parts, ends, strict=True)]
+        cuts = [np.split(part, np.flatnonzero(part == self.manifest.pad_id)[:1] + 1) for part in parts]
+        return [cut[0] if len(cut) > 1 else cut[0][:0] for cut in cuts], [cut[-1] for cut in cuts], latents
 
     def unknown_token_message(self, index: int, token: int) -> str:
         """Return the error message for a token of sample `index` that is outside the vocabulary."""

@@ -261,8 +261,8 @@ def _reverse(
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Run the reverse process of `generate`; return tokens [N'], latents [B, M, C], `log_p` [B] and passes."""
     device, batch = latents.device, latents.shape[0]
-    layout, x, texts = PackedLayout(start.lengths, latents.shape[1], device), start.tokens.to(device), start.text
-    texts = texts.to(device)
+    layout = PackedLayout(start.lengths, latents.shape[1], device)
+    x, texts = start.tokens.to(device), start.text.to(device)
     grid = torch.linspace(1, 0, config.steps + 1).tolist()
     # Drawn in every mode: the start of generated latents, or the null condition of l2t under guidance.
     noise = draw_normal(generator, latents.shape).to(device)

@@ -55,8 +55,8 @@ def _draw(evaluation: Evaluation, split_name: str, count: int) -> tuple[list[np.
     """Return the tokens of up to `count` samples of a split, and their standardized latents [n, D]."""
     split = evaluation.good_split(split_name)
     drawn = np.sort(draw_samples(split, count, np.random.default_rng(evaluation.config.seed)))
-    standardized = torch.from_numpy(evaluation.run.store.standardize(split.gather(drawn)[2])).flatten(1)
-    return split.texts(drawn), standardized
+    _, texts, latents = split.samples(drawn)
+    return texts, torch.from_numpy(evaluation.run.store.standardize(latents)).flatten(1)
 
 
 def _counts(tokens: Sequence[Sequence[int] | np.ndarray], evaluation: Evaluation) -> Tensor:

@@ -22,7 +22,6 @@ from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.loader import collate
 from mmldlm.data.nearest import TextIndex, draw_samples
 from mmldlm.data.store import Split, Store
-from mmldlm.data.tokenizer import split_prefix
 from mmldlm.data.verify import drop_bad_samples
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig, generate
@@ -102,10 +101,9 @@ class Evaluation:
         count = len(self.ids)
         if ids is None:
             check_num_samples(count, config.split, store)
-        tokens, lengths, self.raw_latents = self.split.gather(self.ids)
-        samples = np.split(tokens, lengths.cumsum()[:-1])
-        pairs = [split_prefix(sample.tolist(), store.manifest.pad_id) for sample in samples]
-        self.prefixes, self.tokens = [prefix for prefix, _ in pairs], [text for _, text in pairs]
+        prefixes, texts, self.raw_latents = self.split.samples(self.ids)
+        self.prefixes: list[list[int]] = [prefix.tolist() for prefix in prefixes]
+        self.tokens: list[list[int]] = [text.tolist() for text in texts]
         self.lengths = np.array([len(text) for text in self.tokens])
         latents = run.store.standardize(self.raw_latents)
         cycle = rng.permutation(count)
@@ -277,8 +275,8 @@ class Evaluation:
     def marginal_length_nats(self) -> np.ndarray:
         """Return nats float64 [n] of the documents' lengths under the training split's lengths, add-one smoothed."""
         store = self.run.store
-        lengths = np.asarray(store.split("train").lengths)
-        lengths = self._training_texts.lengths.long().numpy() if store.manifest.has_prefixes else lengths
+        of_texts = store.manifest.has_prefixes
+        lengths = self._training_texts.lengths.long().numpy() if of_texts else np.asarray(store.split("train").lengths)
         counts = np.bincount(lengths, minlength=store.manifest.max_length + 1)[1:] + 1
         return -np.log(counts / counts.sum())[self.lengths - 1]
 

@@ -26,6 +26,7 @@ from tests.helpers.user_errors import assert_user_error
 # What the answer is follows from the question alone.
 ANSWERS = {"rose": "red", "sea": "blue", "leaf": "green", "coal": "black", "snow": "white", "sun": "yellow"}
 TAILS = ("", " indeed", " indeed today")
+OPTIONS = ["--prefix-field=prefix", "--tokenizer=words", "--vocab-size=400", "--channels=8", "--test-fraction=0.1"]
 
 
 def question(thing: str, number: int = 1) -> str:
@@ -45,9 +46,8 @@ def write_questions(path: Path, count: int = 600, name: str = "prefix") -> Path:
 @pytest.fixture(scope="module")
 def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("questions")
-    options = "--prefix-field prefix --tokenizer words --vocab-size 400 --channels 8 --test-fraction 0.1"
     given = ["prepare", str(write_questions(folder / "questions.jsonl")), "--out", str(folder / "store")]
-    assert cli.main([*given, *options.split()]) == 0
+    assert cli.main([*given, *OPTIONS]) == 0
     return folder / "store"
 
 
@@ -57,12 +57,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
     config = folder / "config.yaml"
     config.write_text(TINY.format(run=folder / "run", store=store), encoding="utf-8")
     settings = "train.steps=300 train.global_batch_size=32 optim.lr=1e-2 mode.joint=0.6 mode.l2t=0.2 mode.t2l=0.2"
-    assert (
-        train.main(
-            [str(config), *settings.split(), "validation.every=150", "checkpoint.every_steps=0", "log.every=100"]
-        )
-        == 0
-    )
+    settings += " validation.every=150 checkpoint.every_steps=0 log.every=100"
+    assert train.main([str(config), *settings.split()]) == 0
     return folder / "run"
 
 
@@ -71,7 +67,7 @@ def test_samples_are_a_prefix_its_end_and_a_text(store: Path, capsys: pytest.Cap
     assert opened.manifest.has_prefixes
     split, pad = opened.split("train"), opened.manifest.pad_id
     assert (split.gather(np.arange(len(split)))[0] == pad).sum() == len(split)
-    (text,) = split.texts(np.array([5]))
+    _, (text,), _ = split.samples(np.array([5]))
     assert 3 <= len(text) <= 5 and split_prefix(split.tokens(5).tolist(), pad)[1] == text.tolist()
     assert cli.main(["data", "sample", str(store), "-n", "1"]) == 0
     assert "?[PAD] it is" in capsys.readouterr().out
@@ -97,8 +93,7 @@ def test_nothing_of_a_prefix_is_masked_or_counted(run_dir: Path, store: Path) ->
         trains = noise.mode != MODES.index("t2l")
         own = torch.zeros(len(ids)).index_add(0, sample, noised.token_weight) / noise.importance
         assert own[trains] == pytest.approx(lengths[trains].float())  # each text has its own tokens' weight
-    independent = replace(run.config.text, masks="independent")
-    run.objective.text.masks = independent.masks
+    run.objective.text.masks = "independent"
     everything = replace(noise, t_text=torch.ones(len(ids)))
     assert len(run.objective.corrupt(batch, everything).positions) == int(lengths.sum())
 
@@ -191,20 +186,8 @@ def test_tables_and_csv_have_prefixes_too(store: Path, tmp_path: Path) -> None:
         writer = csv.DictWriter(file, ["prefix", "text"])
         writer.writeheader()
         writer.writerows(rows)
-    options = [
-        "--prefix-field",
-        "prefix",
-        "--tokenizer",
-        "words",
-        "--vocab-size",
-        "400",
-        "--channels",
-        "8",
-        "--test-fraction",
-        "0.1",
-    ]
     expected = Store.open(store).split("train").gather(np.arange(100))[0]
     for suffix in ("parquet", "csv"):
         out = tmp_path / suffix
-        assert cli.main(["prepare", str(tmp_path / f"questions.{suffix}"), "--out", str(out), *options]) == 0
+        assert cli.main(["prepare", str(tmp_path / f"questions.{suffix}"), "--out", str(out), *OPTIONS]) == 0
         np.testing.assert_array_equal(Store.open(out).split("train").gather(np.arange(100))[0], expected)
