@@ -293,10 +293,16 @@ _SHARED_ROWS = (
         _ANOTHER,
     ),
     (
-        "bits per token, given the text's own latent",
+        "bits per token, given the text's own latent (upper bound)",
         "l2t.bits_per_token",
         "l2t.bits_per_token_bag_of_words",
         "bag of words given the latent",
+    ),
+    (
+        "the same, exactly, in the order of decoding",
+        "l2t.bits_per_token_by_confidence",
+        "l2t.bits_per_token_by_confidence_bound",
+        "the bound",
     ),
     ("t2l recall@1", "t2l.recall_at_1", "t2l.recall_at_1_ridge", _RIDGE),
     ("t2l cosine to the true latent", "t2l.cosine", "t2l.cosine_ridge", _RIDGE),

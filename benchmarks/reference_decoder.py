@@ -9,6 +9,7 @@ documents of the split test are measured, on one thread.
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -33,14 +34,16 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import UsageError
 from mmldlm.evaluation.l2t import fault_metrics, reencoding_metrics, reference_metrics
-from mmldlm.evaluation.statistics import BITS, with_interval
+from mmldlm.evaluation.statistics import BITS, cosine, with_interval
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
 from mmldlm.utils.intervals import ratio_of_sums
 
-BEAMS = {"greedy": 1, "beam of 4": 4}
+NEAREST = "nearest of 5 beams"  # by the encoder, as ours is chosen among five lengths
+BEAMS = {"greedy": 1, "beam of 4": 4, NEAREST: 5}
+OURS = "mmldlm"
 BATCH = 64  # texts that are measured together
 ROWS = {
-    "bits per token, with the end": "bits_per_token_with_length",
+    "bits per token, with the end or length": "bits_per_token_with_length",
     "exact matches": "exact_match",
     "BLEU": "bleu",
     "chrF": "chrf",
@@ -98,7 +101,14 @@ def measure(config: RunConfig, store: Store, seed: int) -> dict[str, Any]:
     references = tokenizer.decode_batch(true_tokens)
     for name, beams in BEAMS.items():
         started = time.process_time()
-        tokens = [text for part in parts for text in model.generate(latents[part], beams)]
+        ranked = [texts for part in parts for texts in model.generate(latents[part], beams)]
+        if name == NEAREST:
+            flattened = tokenizer.decode_batch([text for texts in ranked for text in texts])
+            near = cosine(encoder.encode(flattened), raw_latents.repeat(beams, axis=0)).reshape(-1, beams)
+            best = np.nan_to_num(near, nan=-1).argmax(1)  # the encoder has no latent of an empty text
+        else:
+            best = np.zeros(len(ranked), np.int64)
+        tokens = [texts[place] for texts, place in zip(ranked, best, strict=True)]
         cpu_s = time.process_time() - started
         texts = tokenizer.decode_batch(tokens)
         result[name] = {
@@ -110,20 +120,39 @@ def measure(config: RunConfig, store: Store, seed: int) -> dict[str, Any]:
     return result
 
 
+def our_value(seed: Mapping[str, Any], metric: str) -> float | None:
+    """Return a metric of `ROWS` of a run of the learning gate, at lengths of its own; None if the gate has none.
+
+    The bits are exact as the decoder's are, not the bound: of the tokens one by one in the order of decoding.
+    """
+    l2t = seed["metrics"]["l2t"]
+    if metric == "bits_per_token_with_length":
+        return l2t["bits_per_token_by_confidence"] + l2t["length_bits_per_token"]
+    return seed["train_cpu_s"] / 60 if metric == "train_cpu_minutes" else l2t.get(metric)
+
+
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return Markdown by name: a table for each corpus, medians over the seeds with their range."""
-    made = {}
+    """Return Markdown by name: a table for each corpus, medians over the seeds with their range, beside the gate's."""
+    gate, made = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["corpora"], {}
     for name, corpus in result["corpora"].items():
-        rows = []
+        rows, ours = list[dict[str, str]](), gate[name]["seeds"]
+        decodings = [decoding for decoding in BEAMS if decoding in corpus["seeds"][0]]
         for title, metric in ROWS.items():
             row = {f"`{name}`, seeds: {len(corpus['seeds'])}": title}
-            for decoding in BEAMS:
-                values = [(seed | seed[decoding])[metric] for seed in corpus["seeds"]]
-                spread = f" ({min(values):.3g} to {max(values):.3g})" if len(values) > 1 else ""
-                row[decoding] = f"{median(values):.3g}{spread}"
+            for decoding in decodings:
+                row[decoding] = _median([(seed | seed[decoding])[metric] for seed in corpus["seeds"]])
+            row[f"{OURS}, seeds: {len(ours)}"] = _median([our_value(seed, metric) for seed in ours])
             rows.append(row)
         made[f"reference-decoder-{name}"] = markdown(rows)
     return made
+
+
+def _median(values: Sequence[float | None]) -> str:
+    """Return the median with the range, as Markdown."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    return f"{median(known):.3g}" + (f" ({min(known):.3g} to {max(known):.3g})" if len(known) > 1 else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -82,10 +82,10 @@ class CausalDecoder(nn.Module):
         return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="none").view_as(targets)
 
     @torch.no_grad()
-    def generate(self, latents_BMC: Tensor, beams: int) -> list[list[int]]:
-        """Return for each latent the text with the highest mean log-probability of tokens and end, by beam search.
+    def generate(self, latents_BMC: Tensor, beams: int) -> list[list[list[int]]]:
+        """Return for each latent K texts, those of the highest mean log-probability of tokens and end first.
 
-        One beam decodes greedily. After the store's longest text there is an end.
+        They are of a beam search, greedy with one beam. After the store's longest text there is an end.
         """
         shape = len(latents_BMC), beams
         texts_BKL = torch.empty(*shape, 0, dtype=torch.int64)
@@ -111,4 +111,4 @@ class CausalDecoder(nn.Module):
                 break
             x_BLD = self.tokens(token_BK.view(-1, 1))
             past = [keys_and_values[:, (first_rows_B1 + beam_BK).flatten()] for keys_and_values in past]
-        return [text[: text.index(self.end)] for text in texts_BKL[:, 0].tolist()]
+        return [[text[: text.index(self.end)] for text in texts] for texts in texts_BKL.tolist()]

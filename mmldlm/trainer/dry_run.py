@@ -18,7 +18,7 @@ from mmldlm.trainer.engine_memory import MIB, Sharding, rank_memory
 from mmldlm.trainer.memory_estimate import estimate
 from mmldlm.trainer.memory_tracker import Kind
 from mmldlm.trainer.setup import requested_features
-from mmldlm.trainer.startup_report import batch_notices
+from mmldlm.trainer.startup_report import data_notices
 from mmldlm.utils.progress import Progress
 
 KIND_LABELS: dict[Kind, str] = {"ema": "EMA", "update": "temporaries of the update"}
@@ -46,7 +46,7 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> Non
             )
         )
     print(f"  a micro-batch      {costs.largest_micro_batch:,} text and latent tokens at most")
-    for notice in batch_notices(config, store, world_size):
+    for notice in data_notices(config, store, world_size):
         print(f"  notice             {notice}")
     print(f"tokens per step      {costs.tokens_per_step:,.0f} on average, no padding")
     print(

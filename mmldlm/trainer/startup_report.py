@@ -105,7 +105,7 @@ def startup_report(
         "notices": [
             *engine.launch.notices,
             *kept_variables(distributed),
-            *batch_notices(config, components.store, engine.world_size),
+            *data_notices(config, components.store, engine.world_size),
         ],
         "world_size": engine.world_size,
         "nodes": engine.launch.nodes,
@@ -157,10 +157,12 @@ def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
     return sources if len(sources) > 1 else []
 
 
-def batch_notices(config: RunConfig, store: Store, world_size: int) -> list[str]:
-    """Return a line for the largest global batch if it has samples of a source more than once."""
+def data_notices(config: RunConfig, store: Store, world_size: int) -> list[str]:
+    """Return a line for each size that does not suit the data: the largest global batch, and the latent stream."""
     size = max(size.global_batch_size for size in config.train.batch_stages(world_size).values())
-    return [
+    width, needed = config.model.latent_width, min(store.manifest.latent.channels, config.model.width)
+    narrow = f"model.latent_width {width} cannot pass on latents of {store.manifest.latent.channels} channels; set null"
+    return [narrow] * (width is not None and width < needed) + [
         f"a global batch of {size} reads the {stop - first} training samples of {source.name} "
         f"{float(size * source.share / (stop - first)):.2g} times in one step"
         for source, first, stop in store.split("train").source_ranges()

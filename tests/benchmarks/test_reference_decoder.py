@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.__main__ import main
 from benchmarks.common.causal_decoder import CausalDecoder
+from benchmarks.common.report import RESULTS
 from benchmarks.common.store_writer import StoreWriter
 from benchmarks.learning import CASES
 from benchmarks.reference_decoder import BEAMS, blocks
@@ -74,8 +75,12 @@ def test_table(result: dict[str, Any]) -> None:
     made = blocks(result)
     assert made.keys() == {"reference-decoder-simple-docs"}
     table = made["reference-decoder-simple-docs"].splitlines()
-    assert table[0] == "| `simple-docs`, seeds: 2 | greedy | beam of 4 |"
-    assert "| exact matches | 1 (1 to 1) | 1 (1 to 1) |" in table
+    assert table[0] == f"| `simple-docs`, seeds: 2 | {' | '.join(BEAMS)} | mmldlm, seeds: 3 |"
+    (row,) = (line for line in table if line.startswith("| exact matches"))
+    gate = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["corpora"]["simple-docs"]["seeds"]
+    exact = sorted(seed["metrics"]["l2t"]["exact_match"] for seed in gate)
+    ours = f"{exact[1]:.3g} ({exact[0]:.3g} to {exact[2]:.3g})"
+    assert row == f"| exact matches | {'1 (1 to 1) | ' * len(BEAMS)}{ours} |"
 
 
 def test_a_store_is_of_one_corpus(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,7 +125,7 @@ def test_without_training_all_tokens_and_the_end_are_equally_likely(store: Store
 def test_one_beam_takes_the_most_likely_token_each_time(store: Store) -> None:
     model = random_decoder(store, stir=0.5, vocab_size=3, max_length=6)
     latents = torch.randn(16, 2, 8)
-    texts = model.generate(latents, beams=1)
+    texts = [text for (text,) in model.generate(latents, beams=1)]
     for latent, text in zip(latents, texts, strict=True):
         best = model.text_logits(latent[None], torch.tensor([text], dtype=torch.int64)).argmax(-1)[0].tolist()
         assert best[: len(text)] == text and (best[-1] == model.end or len(text) == 6)
@@ -133,8 +138,8 @@ def test_a_wide_beam_finds_the_best_of_all_texts(store: Store) -> None:
     texts = [list(text) for length in range(4) for text in product(range(3), repeat=length)]
     tensors = [torch.tensor(text, dtype=torch.int64) for text in texts]
     sizes = torch.tensor([len(text) + 1 for text in texts])
-    found = model.generate(latents, beams=len(texts))
+    found = [ranked[0] for ranked in model.generate(latents, beams=len(texts))]
     for latent, text in zip(latents, found, strict=True):
         means = model.nats(latent.expand(len(texts), -1, -1), tensors).sum(1) / sizes
         assert text == texts[means.argmin()]
-    assert len({len(text) for text in found}) > 1 and found != model.generate(latents, beams=1)
+    assert len({len(text) for text in found}) > 1 and found != [text for (text,) in model.generate(latents, beams=1)]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ import torch
 from safetensors.torch import load_file
 
 from mmldlm import train
+from mmldlm.config import load_config
+from mmldlm.data.store import Store
+from mmldlm.trainer.startup_report import data_notices
 from tests.helpers.engine_runs import record_list
 from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import ROOT
@@ -255,3 +259,12 @@ def test_a_global_batch_larger_than_the_data_is_told(
         lines = [line for line in (output.out + output.err).splitlines() if "notice" in line]
         assert len(lines) == (size == 600), lines
         assert all("a global batch of 600 reads the" in line and "times in one step" in line for line in lines)
+
+
+@pytest.mark.parametrize(("width", "told"), [("16", True), ("24", False), ("null", False)])
+def test_a_latent_stream_narrower_than_the_latents_is_told(width: str, told: bool, tiny_store: Path) -> None:
+    store = Store.open(tiny_store)
+    manifest = store.manifest
+    wide = store.with_manifest(replace(manifest, latent=replace(manifest.latent, channels=24)))
+    notices = data_notices(load_config(None, [f"model.latent_width={width}"]), wide, 1)
+    assert notices == ["model.latent_width 16 cannot pass on latents of 24 channels; set null"] * told

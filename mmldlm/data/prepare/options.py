@@ -55,7 +55,7 @@ class PrepareConfig:
         None, "field or column with the condition of the text, such as a question; it is never masked", metavar="FIELD"
     )
     tokenizer: str = option("bpe", "bpe, words (trained here), characters (a-z and space), or a PATH")
-    vocab_size: int = option(4096, "of the trained tokenizer (%(default)s)")
+    vocab_size: int | None = option(None, "of the trained tokenizer (bpe: 4096, words: 16384)", at_least=1, type=int)
     encoder: str = option(
         "lsa",
         "lsa, learned (an autoencoder trained here), sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or "

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -167,6 +168,17 @@ def test_tokenizers_by_name_and_path(store_path: Path, tmp_path: Path) -> None:
     corpus.write_text(corpus.read_text() + "CAPITALS\n")
     with pytest.raises(DataError, match=r"corpus.txt:601: a text has characters outside"):
         prepare(small_config(tmp_path / "capitals", corpus, tokenizer="characters"))
+
+
+@quick
+def test_all_words_of_an_ordinary_corpus_are_tokens(tmp_path: Path) -> None:
+    syllables = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
+    corpus, words = tmp_path / "corpus.txt", ["".join(pair) for pair in product(syllables, syllables)]
+    corpus.write_text("".join(f"{' '.join(words[start : start + 12])}\n" for start in range(0, len(words), 6)))
+    options = {"vocab_size": None, "validation_fraction": 0.01, "test_fraction": 0.01}
+    configs = {name: small_config(tmp_path / name, corpus, tokenizer=name, **options) for name in ("words", "bpe")}
+    sizes = {name: prepare(config).vocab_size for name, config in configs.items()}
+    assert len(words) < sizes["words"] < len(words) + 300 and sizes["bpe"] == 4096
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
