@@ -69,8 +69,9 @@ def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) ->
             unset = object()
             key = next(name for name in {**before, **values} if before.get(name, unset) != values.get(name, unset))
             before, values, group = before.get(key, "unset"), values.get(key, "unset"), f"{group}.{key}"
-        result, expected = short_repr(before), short_repr(values)
-        raise DataError(f"{checkpoint.path}: {group} is {result} in the checkpoint, {expected} now")
+        hint = f"; `mmldlm prepare --max-length {before}` divides longer texts" if group == "data.max_length" else ""
+        found, expected = short_repr(values), short_repr(before)
+        raise DataError(f"{checkpoint.path}: {group} is {expected} in the checkpoint, {found} now ({store.path}){hint}")
 
 
 def saved_latent_stats(checkpoint: Checkpoint, store: Store) -> LatentInfo:

@@ -206,6 +206,13 @@ def test_a_setting_of_a_newer_version_is_named(run: Run, key: str, expected: str
         check_compatible(replace(verify_checkpoint(path), info={"identity": saved}), config, store)
 
 
+def test_a_store_of_longer_samples_is_named_with_the_option_that_divides_them(run: Run) -> None:
+    config, store, _, path = run
+    longer = store.with_manifest(replace(store.manifest, max_length=store.manifest.max_length + 1))
+    with pytest.raises(DataError, match=rf"{store.path}.*--max-length {store.manifest.max_length}`"):
+        check_compatible(verify_checkpoint(path), config, longer)
+
+
 def test_a_setting_that_was_added_has_its_default(run: Run) -> None:
     """In checkpoints of earlier versions, which have no such key; but 0.1.0 was the first, and had `time_shift`."""
     config, store, _, path = run
