@@ -40,7 +40,6 @@ from mmldlm.utils.intervals import ratio_of_sums
 
 NEAREST = "nearest of 5 beams"  # by the encoder, as ours is chosen among five lengths
 BEAMS = {"greedy": 1, "beam of 4": 4, NEAREST: 5}
-OURS = "mmldlm"
 BATCH = 64  # texts that are measured together
 ROWS = {
     "bits per token, with the end or length": "bits_per_token_with_length",
@@ -141,7 +140,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
             row = {f"`{name}`, seeds: {len(corpus['seeds'])}": title}
             for decoding in decodings:
                 row[decoding] = _median([(seed | seed[decoding])[metric] for seed in corpus["seeds"]])
-            row[f"{OURS}, seeds: {len(ours)}"] = _median([our_value(seed, metric) for seed in ours])
+            row[f"mmldlm, seeds: {len(ours)}"] = _median([our_value(seed, metric) for seed in ours])
             rows.append(row)
         made[f"reference-decoder-{name}"] = markdown(rows)
     return made
