@@ -118,9 +118,8 @@ def _fit_tokenizer(config: PrepareConfig, corpus: Corpus) -> Tokenizer:
     if config.tokenizer in ("bpe", "words"):
         documents = corpus.training_sample(config.fit_documents)
         texts = (text for document in documents for text in (document.prefix, document.text) if text)
-        # A word that is no token is spelled in bytes, of which a small network makes words that do not exist.
-        train, size = (Tokenizer.train, 4096) if config.tokenizer == "bpe" else (Tokenizer.words, 16_384)
-        return train(texts, config.vocab_size or size)
+        train = Tokenizer.train if config.tokenizer == "bpe" else Tokenizer.words
+        return train(texts, config.vocab_size)
     return Tokenizer.characters() if config.tokenizer == "characters" else Tokenizer.load(config.tokenizer)
 
 

@@ -55,7 +55,7 @@ class PrepareConfig:
         None, "field or column with the condition of the text, such as a question; it is never masked", metavar="FIELD"
     )
     tokenizer: str = option("bpe", "bpe, words (trained here), characters (a-z and space), or a PATH")
-    vocab_size: int | None = option(None, "of the trained tokenizer (bpe: 4096, words: 16384)", at_least=1, type=int)
+    vocab_size: int = option(None, "of the trained tokenizer (bpe: 4096, words: 16384)", at_least=1, type=int)
     encoder: str = option(
         "lsa",
         "lsa, learned (an autoencoder trained here), sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or "
@@ -110,6 +110,11 @@ class PrepareConfig:
     cluster_options: tuple[str, ...] = option(
         (), "such as partition=cpu", recorded=False, action="append", metavar="NAME=VALUE"
     )
+
+    def __post_init__(self) -> None:
+        if self.vocab_size is None:
+            # Words beyond it are spelled in bytes, of which a small network makes words that do not exist.
+            object.__setattr__(self, "vocab_size", 16_384 if self.tokenizer == "words" else 4096)
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that determine the contents of the store, without the inputs (recorded as its sources)."""
