@@ -35,6 +35,7 @@ from benchmarks.common.report import (
     ROOT,
     circumstances,
     markdown,
+    median_with_range,
     plain_parser,
     positive,
     print_status,
@@ -393,8 +394,7 @@ def _joint_table(corpora: Mapping[str, Any]) -> str:
             continue  # measured before the latents of joint were those of its text
         for row, (_, metric) in zip(rows, JOINT_ROWS, strict=True):
             values = [seed["metrics"]["joint"][metric] for seed in corpus["seeds"]]
-            shown = f"{median(values):.3g} ({min(values):.3g} to {max(values):.3g})"
-            row[f"`{name}`, {len(corpus['seeds'])} seeds"] = shown
+            row[f"`{name}`, {len(corpus['seeds'])} seeds"] = median_with_range(values)
     return markdown(rows)
 
 
@@ -416,7 +416,7 @@ def _length_table(corpora: Mapping[str, Any]) -> str:
         metrics, cells = [seed["metrics"] for seed in corpus["seeds"]], []
         for metric in ("l2t.length_bits_per_token", "length_bits_per_token"):
             values = [value(each, metric) for each in metrics]
-            cells.append(f"{median(values):.3f} ({min(values):.3f} to {max(values):.3f})")
+            cells.append(median_with_range(values, ".3f"))
         frequencies = value(metrics[0], "controls.unigram_length_bits_per_token")
         lines.append(f"| `{name}`, {len(metrics)} seeds | {' | '.join(cells)} | {frequencies:.3f} |")
     return "\n".join(lines)

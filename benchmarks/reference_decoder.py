@@ -16,14 +16,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.common.causal_decoder import CausalDecoder
-from benchmarks.common.report import RESULTS, ROOT, circumstances, markdown, plain_parser, print_status, select_names
+from benchmarks.common.report import (
+    RESULTS,
+    ROOT,
+    circumstances,
+    markdown,
+    median_with_range,
+    plain_parser,
+    print_status,
+    select_names,
+)
 from benchmarks.learning import CASES, prepare_corpus, working_folder, write_corpora
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.encoders import load_encoder
@@ -101,12 +109,11 @@ def measure(config: RunConfig, store: Store, seed: int) -> dict[str, Any]:
     for name, beams in BEAMS.items():
         started = time.process_time()
         ranked = [texts for part in parts for texts in model.generate(latents[part], beams)]
+        best = np.zeros(len(ranked), np.int64)
         if name == NEAREST:
             flattened = tokenizer.decode_batch([text for texts in ranked for text in texts])
             near = cosine(encoder.encode(flattened), raw_latents.repeat(beams, axis=0)).reshape(-1, beams)
             best = np.nan_to_num(near, nan=-1).argmax(1)  # the encoder has no latent of an empty text
-        else:
-            best = np.zeros(len(ranked), np.int64)
         tokens = [texts[place] for texts, place in zip(ranked, best, strict=True)]
         cpu_s = time.process_time() - started
         texts = tokenizer.decode_batch(tokens)
@@ -120,14 +127,16 @@ def measure(config: RunConfig, store: Store, seed: int) -> dict[str, Any]:
 
 
 def our_value(seed: Mapping[str, Any], metric: str) -> float | None:
-    """Return a metric of `ROWS` of a run of the learning gate, at lengths of its own; None if the gate has none.
+    """Return a metric of `ROWS` of a run of the learning gate; None if the gate has none.
 
     The bits are exact as the decoder's are, not the bound: of the tokens one by one in the order of decoding.
     """
-    l2t = seed["metrics"]["l2t"]
+    l2t, train_cpu_s = seed["metrics"]["l2t"], seed["train_cpu_s"]  # None if an earlier start was killed
+    if metric == "train_cpu_minutes":
+        return train_cpu_s and train_cpu_s / 60
     if metric == "bits_per_token_with_length":
         return l2t["bits_per_token_by_confidence"] + l2t["length_bits_per_token"]
-    return seed["train_cpu_s"] / 60 if metric == "train_cpu_minutes" else l2t.get(metric)
+    return l2t.get(metric)
 
 
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:
@@ -139,19 +148,11 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         for title, metric in ROWS.items():
             row = {f"`{name}`, seeds: {len(corpus['seeds'])}": title}
             for decoding in decodings:
-                row[decoding] = _median([(seed | seed[decoding])[metric] for seed in corpus["seeds"]])
-            row[f"mmldlm, seeds: {len(ours)}"] = _median([our_value(seed, metric) for seed in ours])
+                row[decoding] = median_with_range([(seed | seed[decoding])[metric] for seed in corpus["seeds"]])
+            row[f"mmldlm, seeds: {len(ours)}"] = median_with_range([our_value(seed, metric) for seed in ours])
             rows.append(row)
         made[f"reference-decoder-{name}"] = markdown(rows)
     return made
-
-
-def _median(values: Sequence[float | None]) -> str:
-    """Return the median with the range, as Markdown."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    return f"{median(known):.3g}" + (f" ({min(known):.3g} to {max(known):.3g})" if len(known) > 1 else "")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

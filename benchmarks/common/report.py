@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -122,6 +123,15 @@ def markdown(rows: Sequence[Row]) -> str:
     keys = [key for key, value in rows[0].items() if not isinstance(value, list | dict)]
     lines = [f"| {' | '.join(keys)} |", "|---" * len(keys) + "|"]
     return "\n".join([*lines, *(f"| {' | '.join(_cell(row[key]) for key in keys)} |" for row in rows)])
+
+
+def median_with_range(values: Sequence[float | None], digits: str = ".3g") -> str:
+    """Return the median of the values that are known, with the range of several, as Markdown."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return "-"
+    spread = f" ({min(known):{digits}} to {max(known):{digits}})" if len(known) > 1 else ""
+    return f"{median(known):{digits}}{spread}"
 
 
 def _cell(value: Any) -> str:

@@ -160,14 +160,16 @@ def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
 def data_notices(config: RunConfig, store: Store, world_size: int) -> list[str]:
     """Return a line for each size that does not suit the data: the largest global batch, and the latent stream."""
     size = max(size.global_batch_size for size in config.train.batch_stages(world_size).values())
-    width, needed = config.model.latent_width, min(store.manifest.latent.channels, config.model.width)
-    narrow = f"model.latent_width {width} cannot pass on latents of {store.manifest.latent.channels} channels; set null"
-    return [narrow] * (width is not None and width < needed) + [
+    notices = [
         f"a global batch of {size} reads the {stop - first} training samples of {source.name} "
         f"{float(size * source.share / (stop - first)):.2g} times in one step"
         for source, first, stop in store.split("train").source_ranges()
         if size * source.share > stop - first
     ]
+    width, channels = config.model.latent_width, store.manifest.latent.channels
+    if width is not None and width < min(channels, config.model.width):
+        notices.append(f"model.latent_width {width} cannot pass on latents of {channels} channels; set null")
+    return notices
 
 
 def _optimizer_name(engine: Engine, config: RunConfig) -> str:
