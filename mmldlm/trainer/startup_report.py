@@ -166,9 +166,10 @@ def data_notices(config: RunConfig, store: Store, world_size: int) -> list[str]:
         for source, first, stop in store.split("train").source_ranges()
         if size * source.share > stop - first
     ]
-    width, channels = config.model.latent_width, store.manifest.latent.channels
-    if width is not None and width < min(channels, config.model.width):
-        notices.append(f"model.latent_width {width} cannot pass on latents of {channels} channels; set null")
+    channels = store.manifest.latent.channels
+    if (width := config.model.resolve_latent_width(channels)) < channels:
+        advice = f"model.latent_width null and a model.width of at least {channels} do"
+        notices.append(f"a latent stream of {width} does not pass on all of the latents' {channels} channels; {advice}")
     return notices
 
 

@@ -261,10 +261,17 @@ def test_a_global_batch_larger_than_the_data_is_told(
         assert all("a global batch of 600 reads the" in line and "times in one step" in line for line in lines)
 
 
-@pytest.mark.parametrize(("width", "told"), [("16", True), ("24", False), ("null", False)])
-def test_a_latent_stream_narrower_than_the_latents_is_told(width: str, told: bool, tiny_store: Path) -> None:
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("model.latent_width=16", [16]),
+        ("model.latent_width=40 model.width=16", []),
+        ("model.width=64", []),
+        ("model.width=16", [32]),  # the least width
+    ],
+)
+def test_a_latent_stream_narrower_than_the_latents_is_told(settings: str, told: list[int], tiny_store: Path) -> None:
     store = Store.open(tiny_store)
-    manifest = store.manifest
-    wide = store.with_manifest(replace(manifest, latent=replace(manifest.latent, channels=24)))
-    notices = data_notices(load_config(None, [f"model.latent_width={width}"]), wide, 1)
-    assert notices == ["model.latent_width 16 cannot pass on latents of 24 channels; set null"] * told
+    wide = store.with_manifest(replace(store.manifest, latent=replace(store.manifest.latent, channels=40)))
+    notices = data_notices(load_config(None, settings.split()), wide, 1)
+    assert [notice.partition(" does not")[0] for notice in notices] == [f"a latent stream of {width}" for width in told]
