@@ -35,8 +35,8 @@ class LossConfig:
 
     text: TextLoss = setting(
         "elbo",
-        "elbo: nats per token, a bound of the likelihood; masked_mean: plain mean over masked tokens",
-        advice="elbo to compare bits per token; evaluation measures it in any case",
+        "in training, elbo: nats per token, a bound of the likelihood; masked_mean: plain mean over masked tokens, "
+        "which weighs few masks less; validation and evaluation measure the bound of either",
     )
     latent: LatentLoss = setting(
         "cosine",
@@ -187,20 +187,17 @@ class Objective:
         self.stats = LossStats(num_noise_bins, config.latent_weight, config.length_weight, aux_losses)
 
     def for_validation(self, refine: int = 1) -> Objective:
-        """Return the objective with the reported losses alone, without the terms that only training adds.
+        """Return the objective without the terms and weights that only training has; each noise bin is `refine` bins.
 
-        The bound is estimated with exact masks, whatever the run is trained with: it is the same, with less variance.
-        Each noise bin is divided into `refine` bins.
+        That of text is the bound with exact masks, whatever the run is trained with.
         """
         config = LossConfig(
-            text=self.config.text,
             latent=self.config.latent,
             huber_delta=self.config.huber_delta,
             latent_weight=self.config.latent_weight,
             length_weight=self.config.length_weight,
         )
-        text = self.text if self.config.text != "elbo" else self.text.of_bound()
-        return Objective(config, text, self.latent, self.stats.num_noise_bins * refine)
+        return Objective(config, self.text.of_bound(), self.latent, self.stats.num_noise_bins * refine)
 
     def corrupt(self, batch: Batch, noise: Noise) -> NoisedBatch:
         """Apply the forward processes of both modalities; on the host, where the size of `positions` is known."""

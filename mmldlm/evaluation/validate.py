@@ -106,6 +106,6 @@ def validation_losses(
         for prefix, summary in summaries.items()
         for name, value in summary.items()
     }
-    if objective.text.loss_kind == "elbo" and "l2t" in trained:
+    if "l2t" in trained:
         values["quality/l2t_bits_per_token"] = values["validation/text_l2t"] / math.log(2)
     return ValidationResult(values, objective.stats.by_noise_bin(sums.sum(0), counts.sum(0)))

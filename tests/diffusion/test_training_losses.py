@@ -265,6 +265,12 @@ def test_training_only_terms_are_absent_in_validation() -> None:
     assert not {"loss/z", "loss/label_smoothing", "loss/latent_weight"} & values.keys()
 
 
+def test_validation_measures_the_bound_of_any_text_loss() -> None:
+    bound, noised = (noised_by(learned(text=text).for_validation()) for text in ("elbo", "masked_mean"))
+    assert torch.equal(noised.token_weight, bound.token_weight) and torch.equal(noised.counts, bound.counts)
+    assert not torch.equal(noised_by(learned(text="masked_mean")).counts, bound.counts)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -23,7 +23,7 @@ from mmldlm.tools.report.paired import LOSS, ORDER, changed_settings
 from mmldlm.trainer.consistency import code_hash
 from mmldlm.utils.short_repr import truncate
 
-BOUND = "validation/text_l2t"  # what only `loss.text` changes the meaning of
+BOUND = "validation/text_l2t"  # the same for all settings
 GIT = "git:"
 
 _OWNED = ("run.dir", "run.init_seed")  # settings that are the race's
@@ -91,10 +91,10 @@ class Arm:
         group = metric.partition("/")[0]
         keys = changed_settings(base.settings, self.settings, LOSS if group == "validation" else _UNSEEN)
         by_code = self.tree is not None and group in ("loss", "accuracy")
-        if group == "quality" or not (keys or by_code) or (metric == BOUND and "loss.text" not in keys):
+        if group == "quality" or metric == BOUND or not (keys or by_code):
             return metric
         modes = [trained_modes(arm.settings["mode"], arm.settings["mode_schedule"]) for arm in (base, self)]
-        if "loss.text" in keys or not all("l2t" in trained for trained in modes):
+        if not all("l2t" in trained for trained in modes):
             changed = ", ".join(keys) or "the code"
             raise ConfigError(f"{self.text}: expected --metric quality/..., found {metric}, which {changed} changes")
         return BOUND

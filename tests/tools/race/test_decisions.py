@@ -127,11 +127,12 @@ def test_arms(tmp_path: Path, tiny_store: Path) -> None:
         ("ema.decay=0.5", "loss/text", BOUND),
         ("ema.decay=0.5", "validation/total", "validation/total"),
         ("loss.text=masked_mean", "quality/l2t_token_accuracy", "quality/l2t_token_accuracy"),
+        ("loss.text=masked_mean", "loss/text", BOUND),
+        ("loss.text=masked_mean", BOUND, BOUND),
     ):
         assert arm(text).metric(metric, base) == taken, text
-    for text, metric in (("loss.text=masked_mean", BOUND), ("mode=t2l", "loss/latent")):
-        with pytest.raises(ConfigError, match=r"expected --metric quality"):
-            arm(text).metric(metric, base)
+    with pytest.raises(ConfigError, match=r"expected --metric quality"):
+        arm("mode=t2l").metric("loss/latent", base)
     for text in ("train.steps=9", "train.global_batch_size=4", "validation.samples=8", "resume=never", "no=1"):
         with pytest.raises(ConfigError, match=text.partition("=")[0]):
             arm(text)

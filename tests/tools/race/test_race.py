@@ -104,7 +104,6 @@ def test_race(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert after.startswith(ledger) and after.count(b"\n") == ledger.count(b"\n") + 2
     for given, error, named in (
         (["optim.lr=1", *OPTIONS[:-1], "loss/text"], UsageError, "--metric: expected validation/text"),
-        (["loss.text=masked_mean"], ConfigError, "quality/.*loss.text"),
         (["run.seed=4"], ConfigError, "run.seed: expected 3"),
         # Of all runs of the base, which costs no training here: another ledger has another metric.
         (
