@@ -121,7 +121,7 @@ CASES = {
             "t2l.recall_at_1": Bar(least=0.94),  # ridge regression from token counts: 0.995
             "t2l.cosine": Bar(least=0.78),  # 0.88
         },
-        settings=("model.latent_width=null",),
+        settings=("model.latent_width=null", "loss.text=elbo"),  # not trained by masked_mean yet
     ),
     "python-docs": Case(
         "configs/python-docs.yaml",

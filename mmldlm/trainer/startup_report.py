@@ -168,8 +168,7 @@ def data_notices(config: RunConfig, store: Store, world_size: int) -> list[str]:
     ]
     channels = store.manifest.latent.channels
     if (width := config.model.resolve_latent_width(channels)) < channels:
-        advice = f"model.latent_width null and a model.width of at least {channels} do"
-        notices.append(f"a latent stream of {width} does not pass on all of the latents' {channels} channels; {advice}")
+        notices.append(f"model.latent_width {width} cannot pass {channels} channels; it and model.width need as many")
     return notices
 
 

@@ -274,4 +274,4 @@ def test_a_latent_stream_narrower_than_the_latents_is_told(settings: str, told: 
     store = Store.open(tiny_store)
     wide = store.with_manifest(replace(store.manifest, latent=replace(store.manifest.latent, channels=40)))
     notices = data_notices(load_config(None, settings.split()), wide, 1)
-    assert [notice.partition(" does not")[0] for notice in notices] == [f"a latent stream of {width}" for width in told]
+    assert [notice.partition(" cannot")[0] for notice in notices] == [f"model.latent_width {width}" for width in told]
