@@ -187,9 +187,9 @@ class Objective:
         self.stats = LossStats(num_noise_bins, config.latent_weight, config.length_weight, aux_losses)
 
     def for_validation(self, refine: int = 1) -> Objective:
-        """Return the objective without the terms and weights that only training has; each noise bin is `refine` bins.
+        """Return the objective without the terms and weights of training, with `refine` noise bins for each of its own.
 
-        That of text is the bound with exact masks, whatever the run is trained with.
+        That of text is the bound with exact masks, whatever the run is trained with: the same, with less variance.
         """
         config = LossConfig(
             latent=self.config.latent,

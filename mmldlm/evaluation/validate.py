@@ -16,7 +16,7 @@ from mmldlm.data.loader import fixed_batches
 from mmldlm.data.mixture import samples_per_source
 from mmldlm.data.sampler import permute
 from mmldlm.data.store import Split, Store
-from mmldlm.diffusion.masked import TextConfig
+from mmldlm.diffusion.likelihood import BOUND_SAMPLER
 from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights
 from mmldlm.diffusion.objective import Objective
 
@@ -81,14 +81,14 @@ def validation_losses(
     objective = objective.for_validation(refine)
     split = store.split("validation")
     sums, counts = torch.zeros(2, len(split.sources), objective.stats.size, dtype=torch.float64)
-    trained, sampler = config.trained_modes, TextConfig(masks=objective.text.masks).sampler
+    trained = config.trained_modes
     # The index of the mode takes the place of the step: a mode's noise does not depend on which others are trained.
     for step, mode in enumerate(MODES):
         if mode not in trained:
             continue
         weights = mode_weights(mode)
         for _, (source, batch), counted in engine.local_items(list(_batches(split, ids))):
-            noise = draw_noise(batch, SEED, step, len(ids), weights, sampler)
+            noise = draw_noise(batch, SEED, step, len(ids), weights, BOUND_SAMPLER)
             noised = objective.corrupt(batch, noise)
             _, batch_sums = objective(engine.eval_forward, noised.to(engine.device), noised.counts.tolist())
             if counted:

@@ -23,7 +23,7 @@ from mmldlm.tools.report.paired import LOSS, ORDER, changed_settings
 from mmldlm.trainer.consistency import code_hash
 from mmldlm.utils.short_repr import truncate
 
-BOUND = "validation/text_l2t"  # the same for all settings
+BOUND = "validation/text_l2t"  # what no setting changes the meaning of
 GIT = "git:"
 
 _OWNED = ("run.dir", "run.init_seed")  # settings that are the race's
