@@ -32,7 +32,7 @@ from benchmarks.common.report import (
     print_status,
     select_names,
 )
-from benchmarks.learning import CASES, prepare_corpus, working_folder, write_corpora
+from benchmarks.learning import CASES, CONFIG, prepare_corpus, working_folder, write_corpora
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.loader import Loader
@@ -169,9 +169,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     with working_folder(None) as folder:
         for name in names:
             path, case = options.store or prepare_corpus(name, folder)[0], CASES[name]
-            config = load_config(ROOT / case.config, [f"data.path={path}", *case.settings, *options.settings])
+            config = load_config(ROOT / CONFIG, [f"data.path={path}", *case.settings, *options.settings])
             store = Store.open(path)
-            given = {"config": case.config, "settings": options.settings, **circumstances(torch.device("cpu"))}
+            given = {"config": CONFIG, "settings": options.settings, **circumstances(torch.device("cpu"))}
             measured[name] = {**given, "seeds": [measure(config, store, seed) for seed in options.seeds]}
     write_corpora("reference_decoder", measured, options.out)
     print("\n\n".join(blocks({"corpora": measured}).values()))
