@@ -14,7 +14,7 @@ from multiprocessing.process import BaseProcess
 from types import TracebackType
 from typing import Any, TypeVar
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, _utils
 
 from mmldlm.errors import DataError
 from mmldlm.utils.process import STOP_SIGNALS
@@ -61,6 +61,8 @@ def read_batches(loader: DataLoader[T | DataError], check_files: Callable[[], No
         # Its own shutdown would wait forever for a lock that one of them held when it was stopped or killed.
         if items is not None:
             items._shutdown = True
+            if items._worker_pids_set:  # which would be those of the next iterator with that id
+                _utils.signal_handling._remove_worker_pids(id(items))
         raise _to_data_error(error, exit_reason, loader.timeout, check_files) from error
 
 
