@@ -115,19 +115,21 @@ CASES = {
             "l2t.bits_per_token": Bar(most=4.7),
             "l2t.bleu": Bar(least=10),
             "l2t.reencoded_cosine": Bar(least=0.8),
-            "t2l.recall_at_1": Bar(least=0.98),  # ridge regression from token counts: 0.995
-            "t2l.cosine": Bar(least=0.8832),  # 0.8831
+            "t2l.recall_at_1": Bar(least=0.94),  # ridge regression from token counts: 0.995
+            "t2l.cosine": Bar(least=0.78),  # 0.88
         },
-        # As wide as the latents, which are nearly linear in the words: less deep, more of t2l.
-        settings=(
-            *("model.depth=2", "model.width=384", "model.latent_width=null", "model.num_heads=6"),
-            "mode={l2t: 0.4, t2l: 0.5, joint: 0.1}",
-        ),
+        settings=("model.latent_width=null", "loss.text=elbo"),  # not trained by masked_mean yet
     ),
     "python-docs": Case(  # sentences of any length
         ("--corpus", "python-docs", *_WHOLE_WORDS, *_FOUR_LATENTS, "--encoder", "learned"),
         {
-            "l2t.bleu": Bar(least=40),
+            "l2t.bleu": Bar(least=50),
+            "l2t.exact_match": Bar(least=0.33),
+            "l2t.bits_per_token": Bar(most=2.8),
+            "l2t.length_bits_per_token": Bar(most=0.25),  # frequencies of lengths: 0.30
+            "t2l.recall_at_1": Bar(least=0.97),  # ridge regression from token counts: 0.91
+            "t2l.cosine": Bar(least=0.88),  # 0.52
+            "joint.reencoded_cosine": Bar(least=0.8),
         },
     ),
 }
@@ -170,12 +172,11 @@ def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence
     earlier = float(spent.read_text()) if spent.exists() else 0.0
     train_s = earlier + mmldlm(["train", str(ROOT / CONFIG), *given], log)
     spent.write_text(f"{train_s}\n")
-    evaluate_s = mmldlm(["evaluate", str(run), *HELD_OUT], log)
+    mmldlm(["evaluate", str(run), *HELD_OUT], log)
     metrics = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     bleu = value(metrics, "l2t.bleu")
     print_status(f"{store.name}, seed {seed}: trained in {train_s / 60:.1f} CPU minutes, BLEU {bleu:.1f}")
-    numbers = {"train_cpu_s": train_s, "evaluate_cpu_s": evaluate_s, "metrics": _short(metrics)}
-    return {"seed": seed, **numbers}
+    return {"seed": seed, "train_cpu_s": train_s, "metrics": _short(metrics)}
 
 
 def _short(node: Any) -> Any:
