@@ -236,21 +236,22 @@ def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[f
     return [index.similarity(row.tolist()) for row in rows[: len(texts)]]
 
 
-def prepare_corpus(name: str, folder: Path, more: Sequence[str] = ()) -> tuple[Path, float]:
-    """Prepare a corpus of the gate in `folder`, with `more` options; return its store and the CPU seconds."""
+def prepare_corpus(name: str, folder: Path) -> Path:
+    """Prepare a corpus of the gate in `folder`, and return its store."""
     store = folder / name
     folder.mkdir(parents=True, exist_ok=True)
     print_status(f"{name}: preparing")
-    arguments = ["prepare", *CASES[name].prepare, *more, "--out", str(store)]
+    arguments = ["prepare", *CASES[name].prepare, "--out", str(store)]
     if any(TEST_MODEL in argument for argument in arguments):
         model_path = str(importlib.import_module(TEST_MODEL).get_model_path())
         arguments = [argument.replace(TEST_MODEL, model_path) for argument in arguments]
-    return store, mmldlm(arguments, folder / "prepare.log")
+    mmldlm(arguments, folder / "prepare.log")
+    return store
 
 
 def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Prepare the corpus, train and evaluate all seeds, and judge them."""
-    case, (store, _) = CASES[name], prepare_corpus(name, folder / name)
+    case, store = CASES[name], prepare_corpus(name, folder / name)
     print_status(f"{name}: training {len(options.seeds)} seeds, {options.jobs} at a time")
     settings = (*case.settings, *options.settings)
     one = partial(train_and_evaluate, case, store, folder / name, settings)

@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UsageError(f"--store: expected one corpus in --corpora, found {', '.join(names)}")
     with working_folder(None) as folder:
         for name in names:
-            path, case = options.store or prepare_corpus(name, folder)[0], CASES[name]
+            path, case = options.store or prepare_corpus(name, folder), CASES[name]
             config = load_config(ROOT / CONFIG, [f"data.path={path}", *case.settings, *options.settings])
             store = Store.open(path)
             given = {"config": CONFIG, "settings": options.settings, **circumstances(torch.device("cpu"))}
