@@ -145,6 +145,26 @@ def without_neighbors(logits: Tensor, tokens: Tensor, positions: Tensor, layout:
     return logits
 
 
+def hold_back_doubles(
+    confidence: Tensor, drawn: Tensor, positions: Tensor, layout: PackedLayout, words: Tensor
+) -> Tensor:
+    """Return `confidence` [P], without that of the less likely one of two equal words side by side.
+
+    Drawn in one step, neither saw the other. That one stays masked until its step knows its neighbor, unless the step
+    unmasks all.
+
+    Args:
+        drawn: The tokens that were drawn at `positions`, int64 [P].
+        positions, words: See `without_neighbors`.
+    """
+    equal = (positions.diff() == 1) & (layout.sample_of_token[positions].diff() == 0)
+    equal &= (drawn.diff() == 0) & words[drawn[1:]]
+    second = confidence.diff() <= 0
+    none = equal.new_zeros(1)
+    less_likely = torch.cat([none, equal & second]) | torch.cat([equal & ~second, none])
+    return confidence.masked_fill(less_likely, -torch.inf)
+
+
 def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulated probabilities, or take the most likely one at temperature 0.
 

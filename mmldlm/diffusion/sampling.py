@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import PackedLayout
-from mmldlm.diffusion.decoding import AncestralDecoder, ConfidenceDecoder, TextDecoding, draw_tokens, without_neighbors
+from mmldlm.diffusion.decoding import (
+    AncestralDecoder,
+    ConfidenceDecoder,
+    TextDecoding,
+    draw_tokens,
+    hold_back_doubles,
+    without_neighbors,
+)
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentSampler, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode, RandomSource, draw_normal, draw_uniform
@@ -314,6 +321,8 @@ def _reverse(
                     logits = without_neighbors(logits, x, positions, layout, words)
                 drawn, confidence = draw_tokens(logits, decoder.uniforms[step], temperature, config.top_p)
                 log_p = log_p.index_copy(0, rows, confidence)  # the last one of a position is that of its token
+                if words is not None:
+                    confidence = hold_back_doubles(confidence, drawn, positions, layout, words)
         if generates_text:
             x = x.index_copy(0, masked.positions, decoder.update(step, before, rows, drawn, confidence))
             if on_step is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.candidates import generate_best, lengths_around
-from mmldlm.diffusion.decoding import without_neighbors
+from mmldlm.diffusion.decoding import hold_back_doubles, without_neighbors
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import SampleStreams
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
@@ -141,6 +142,42 @@ def test_no_word_stands_next_to_itself(decoding: str) -> None:
     for text in written("avoid", IS_WORD):
         assert all(a != b for a, b in pairwise(text)) and 3 in text
     assert written("avoid", torch.arange(VOCAB) == 4) == [[3] * 7, [3], [3] * 8], "signs may stand next to themselves"
+
+
+def test_words_of_one_step_are_no_neighbors() -> None:
+    """The network is sure of word 3 at two places side by side, less of others, and then expects word 4."""
+
+    class ByPlace(Network):
+        def __call__(self, *given: Any) -> tuple[Tensor, Tensor, Tensor]:
+            tokens, _, length = super().__call__(*given)
+            return tokens + self.certain[given[5]], given[1] * 0, length
+
+        certain = torch.zeros(4, VOCAB)
+
+    network = ByPlace(torch.full((VOCAB,), -20.0))
+    for place, (token, logit) in enumerate([(20, 20), (3, 24), (3, 25), (5, 23)]):
+        network.certain[place, token] = logit
+        network.certain[place, 4] = 19.0
+
+    def written(doubled_words: str) -> list[list[int]]:
+        config = SamplingConfig(2, temperature=0.0, decoding="confidence", doubled_words=doubled_words)  # type: ignore[arg-type]
+        streams = SampleStreams(0, 0, torch.arange(1))
+        return generate(network, TEXT, LATENT, "l2t", config, streams, LATENTS[:1], (4,), words=IS_WORD).split()
+
+    assert written("allow") == [[20, 3, 3, 5]] and written("avoid") == [[20, 4, 3, 5]]
+
+
+def test_only_words_side_by_side_in_a_text_are_held_back() -> None:
+    layout = PackedLayout((3, 5), 1, torch.device("cpu"))
+    drawn = torch.tensor([3, 3, 5, 5, 20, 20, 5])
+    positions = torch.tensor([0, 1, 2, 3, 4, 5, 7])
+    confidence = -torch.arange(7.0)
+    held = hold_back_doubles(confidence, drawn, positions, layout, IS_WORD)
+    assert held.isinf().nonzero().flatten().tolist() == [1] and torch.equal(held[2:], confidence[2:])
+    rising = hold_back_doubles(-confidence - 7, drawn, positions, layout, IS_WORD)
+    assert rising.isinf().nonzero().flatten().tolist() == [0], "the less likely one"
+    apart = hold_back_doubles(confidence[:2], torch.tensor([3, 3]), torch.tensor([3, 5]), layout, IS_WORD)
+    assert not apart.isinf().any(), "a token lies between them"
 
 
 def test_a_word_is_no_neighbor_of_another_text() -> None:
