@@ -40,6 +40,7 @@ from mmldlm.model.flops import peak_flops
 BUDGET_S = float(os.environ.get("GPU_CHECK_SECONDS", 555))  # of a stage, where a command may take 600
 STARTED = time.perf_counter()
 TRAIN = """
+import gc
 import sys
 import torch
 from benchmarks.memory import train
@@ -53,6 +54,8 @@ for settings in runs:
     except Exception as error:
         failed.append(f"{settings}: {type(error).__name__}: {error}")
     torch.compiler.reset()
+    gc.collect()
+    torch.cuda.empty_cache()
 sys.exit("\\n".join(failed) or 0)
 """
 LEFT_OUT = "left out: no time"

@@ -35,7 +35,6 @@ for kind in ("documents", "full", "sentences"):
 fi
 
 export PYTHONUNBUFFERED=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
-export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python=.venv/bin/python
 if [ ! -x "$python" ]; then # the machine's own python, and what it lacks from .gpu
@@ -44,5 +43,8 @@ if [ ! -x "$python" ]; then # the machine's own python, and what it lacks from .
     python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target .gpu/site .gpu/wheels/*.whl
   export PYTHONPATH="$PWD/.gpu/site:$PYTHONPATH"
 fi
+options='from mmldlm.utils.malloc import CUDA_ALLOCATOR_OPTIONS; print(",".join(CUDA_ALLOCATOR_OPTIONS))'
+PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-$("$python" -c "$options")}" # as `mmldlm train` sets it
+export PYTORCH_ALLOC_CONF
 mkdir -p "$out"
 "$python" -m benchmarks.gpu_check "$stage" --out "$out" --stores .gpu/stores "${@:3}" 2>&1 | tee "$out/$stage.log"

@@ -66,7 +66,9 @@ class Trainer:
     # --- opening and closing -------------------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        # Imports are no garbage, and many: collections during the run need not look through them.
+        # Imports are no garbage, and many: collections during the run need not look through them. But an earlier run of
+        # this process may have left its network in cycles.
+        gc.collect()
         gc.freeze()
         self._end.callback(gc.unfreeze)
         try:

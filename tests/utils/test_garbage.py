@@ -65,6 +65,24 @@ def test_a_step_leaves_no_tensors_in_cycles(tiny_config: Path, checkpointing: st
     assert max(alive[1:]) <= alive[0] + 5, alive
 
 
+@pytest.mark.parametrize("settings", [["precision=bf16"], ["memory.activation_checkpointing=full"]], ids=str)
+def test_a_run_begins_without_the_network_of_the_one_before(
+    tiny_config: Path, tmp_path: Path, settings: list[str]
+) -> None:
+    """Where a module's method is another function, which has the module, networks are freed by a collection alone."""
+    kept: list[weakref.ref[torch.nn.Module]] = []
+    gc.disable()
+    try:
+        for name in ("first", "second"):
+            with Trainer(load_config(tiny_config, [f"run.dir={tmp_path / name}", "train.steps=1", *settings])) as run:
+                assert sum(reference() is not None for reference in kept) == 0
+                kept += [weakref.ref(module) for module in run.engine.unwrapped_model.modules()]
+                run.checkpointer.saved_at = run.state.step
+            del run
+    finally:
+        gc.enable()
+
+
 def test_a_run_that_has_ended_is_freed_at_once(tiny_config: Path) -> None:
     """Without a collection: the next run of this process may need the memory, and workers of the loader would stay."""
     gc.collect()
