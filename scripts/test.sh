@@ -2,7 +2,7 @@
 # Set up, then lint, types and tests: the gate of every change.
 #
 #   bash scripts/test.sh           the default suite
-#   bash scripts/test.sh --quick   the inner loop, under two minutes
+#   bash scripts/test.sh --quick   the inner loop, about two minutes
 #   bash scripts/test.sh --slow    the longer proofs as well
 #   bash scripts/test.sh --lowest  engines, checkpoints, prepare and report with the lowest versions of pyproject.toml
 set -euo pipefail

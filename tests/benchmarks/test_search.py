@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from benchmarks.__main__ import main
 from benchmarks.search import BUDGETS, OtherTexts, blocks
@@ -24,7 +23,6 @@ def test_arms_are_measured_on_the_same_texts(short_run: LoadedRun, tmp_path: Pat
     assert all(f"| {name} |" in table for name in arms)
 
 
-@pytest.mark.quick
 def test_the_wrong_encoder_has_latents_of_other_texts(short_run: LoadedRun) -> None:
     texts = ["The rose of soil.", "The water.", "Soil and water."]
     right, wrong = (encoder.encode(texts) for encoder in (short_run.encoder, OtherTexts(short_run.encoder)))

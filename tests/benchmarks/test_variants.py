@@ -17,7 +17,6 @@ from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import LossConfig
 
-pytestmark = pytest.mark.quick
 PRACTICES: tuple[str, ...] = get_args(Practice)
 BATCH = 8
 

@@ -14,8 +14,6 @@ from mmldlm.errors import DataError
 from tests.helpers.changed_checkpoints import manifest_body, seal
 from tests.helpers.save_checkpoint import save_checkpoint
 
-pytestmark = pytest.mark.quick
-
 ESCAPING = ["../outside", "/etc/hostname", "a/../../outside", "./x", "a//b", "", ".", "..", "a\\b", MANIFEST]
 UNREADABLE = ["a\nb", "a\0b", "\x1b[2J", "\u2028", "x" * 300]
 

@@ -21,7 +21,6 @@ from mmldlm.errors import ConfigError, DataError, StorageError
 from tests.helpers.save_checkpoint import save_checkpoint
 from tests.helpers.waiting import wait_until
 
-pytestmark = pytest.mark.quick
 FILES = ("config.yaml", "metrics.jsonl", "data")
 
 

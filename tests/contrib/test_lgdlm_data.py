@@ -29,7 +29,6 @@ from tests.helpers.lgdlm_folders import (
     write_unified,
 )
 
-pytestmark = pytest.mark.quick
 parquet = pytest.importorskip("pyarrow.parquet", reason="the extra `tables` is not installed")
 
 PREPARE = ["--latent-dtype", "float32", "--validation-fraction", "0.1", "--test-fraction", "0.1"]

@@ -17,8 +17,6 @@ from mmldlm.data.store import Store
 from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_store
 from tests.helpers.user_errors import assert_user_error
 
-pytestmark = pytest.mark.quick
-
 
 def test_info_says_what_is_in_the_store(store: Store, store_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["data", "info", str(store_path), "--json"]) == 0

@@ -22,7 +22,6 @@ from tests.helpers.metrics import read_metrics
 from tests.helpers.operations import count_calls
 from tests.helpers.stores import linked_shards_store, many_shards_store, random_letters_store
 
-pytestmark = pytest.mark.quick
 SIZES = DataConfig(verify="sizes")
 
 

@@ -21,8 +21,6 @@ from mmldlm.errors import DataError
 from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.stores import random_letters_store
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 64, 1000, 4097])
 def test_permute_differs_by_seed_and_epoch(n: int) -> None:

@@ -89,7 +89,6 @@ def test_workers_ignore_scheduler_signals(store: Store) -> None:
 
 
 @pytest.mark.setting("data.worker_timeout_s")
-@quick
 @pytest.mark.parametrize("ready", [False, True])
 def test_a_stopped_worker_ends_the_wait(store: Store, ready: bool) -> None:
     """Batches that the worker has prepared do not help if it cannot send them."""

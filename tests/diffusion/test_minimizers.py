@@ -14,8 +14,6 @@ from mmldlm.diffusion.gaussian import LatentLoss, PredictionType
 from mmldlm.evaluation.statistics import frechet_distance
 from tests.helpers.toy_pairs import gaussian
 
-pytestmark = pytest.mark.quick
-
 CHANNELS, SAMPLES, STEPS = 16, 1000, 20
 
 

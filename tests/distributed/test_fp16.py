@@ -21,7 +21,6 @@ from tests.helpers.faulty_steps import run_with_faults, skipped_steps
 from tests.helpers.forked_runs import ForkedRuns
 
 
-@pytest.mark.quick
 def test_gradients_scale_with_the_loss(tiny_config: Path) -> None:
     """Unscaled gradients would underflow in float16; the optimizer gets unscaled ones."""
     result: dict[str, list[list[torch.Tensor]]] = {}

@@ -313,7 +313,6 @@ def test_precision_auto_is_the_launchers() -> None:
     assert RunConfig().precision == "auto", "so files with a mixed_precision run as they are"
 
 
-@pytest.mark.quick
 def test_dry_run_knows_the_launchers_precision(
     tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,8 +32,6 @@ from mmldlm.utils.nested import replace_nonfinite
 from tests.helpers.known_runs import fresh_run, perfect_run
 from tests.helpers.toy_pairs import PROCESSES
 
-pytestmark = pytest.mark.quick
-
 
 @pytest.fixture(scope="module")
 def fresh(tiny_store: Path) -> LoadedRun:

@@ -62,7 +62,6 @@ def job(name: str, run: Path, texts: Path, out: Path) -> list[str]:
     return [command, str(run), *rest, "--out", str(out)]
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", JOBS)
 def test_whatever_a_kill_leaves_is_continued_to_the_same_bytes(
     name: str, short_run_dir: Path, texts: Path, tmp_path: Path

@@ -13,8 +13,6 @@ from tests.helpers.slurm_commands import SCONTROL
 from tests.helpers.two_nodes import LAUNCH, environment
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
-pytestmark = pytest.mark.quick
-
 # In the folder of the test, where all of them would leave a file.
 HOSTILE = [
     "$(touch canary)", "`touch canary`", ";touch canary", "1; touch canary", "1 && touch canary", "1\ntouch canary",

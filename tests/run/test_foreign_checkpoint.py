@@ -32,7 +32,6 @@ from tests.helpers.changed_checkpoints import replace_file
 from tests.helpers.save_checkpoint import save_checkpoint
 from tests.helpers.small_model import build_model
 
-pytestmark = pytest.mark.quick
 Run = tuple[RunConfig, Store, torch.nn.Module, Path]
 
 

@@ -141,7 +141,6 @@ def test_every_engine_starts_from_the_same_bits(
     assert "weights from" in log and "EMA weights of step 6" in log and "length_head.out.weight [40, 32]" in log
 
 
-@pytest.mark.quick
 def test_any_part_of_a_tensor_has_the_bits_of_the_whole(plan: Callable[..., tuple[WarmStart, InitialWeights]]) -> None:
     """Across the border between the rows that are taken and those that are new."""
     start, initial = plan("shared")
@@ -327,7 +326,6 @@ def test_a_warm_start_continues_where_its_source_was(source: Path, stores: dict[
     assert losses["warm"] < losses["cold"] - 0.1, losses
 
 
-@pytest.mark.quick
 def test_doctor_says_what_a_run_would_take(
     source: Path, stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

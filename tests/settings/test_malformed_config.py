@@ -51,7 +51,6 @@ def outcome(path: Path | None, overrides: list[str]) -> RunConfig | None:
     return config
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_configs(tmp_path: Path, name: str) -> None:
     content, overrides = MALFORMED[name]
@@ -79,7 +78,6 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-@pytest.mark.quick
 def test_odd_values_of_every_setting() -> None:
     """What is accepted reads back as itself, and the schema for editors accepts it, too."""
     accepted, schema = 0, Draft202012Validator(config_schema())

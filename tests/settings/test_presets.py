@@ -16,7 +16,6 @@ from mmldlm.model.mmdit import DataShape, MMDiT, count_parameters
 from mmldlm.settings.declaration import flat_settings
 from tests.helpers.paths import ROOT
 
-pytestmark = pytest.mark.quick
 CONFIGS = ROOT / "configs"
 SIZES, MODES, PROFILES = ("tiny", "small", "base", "large"), ("l2t", "t2l", "joint", "mixed"), ("stable", "fast")
 CLAIM = re.compile(

@@ -88,7 +88,6 @@ def test_peak_of_freed_memory_on_cuda() -> None:
     assert peaks[0] >= 64 > peaks[1]
 
 
-@pytest.mark.quick
 @pytest.mark.setting("profile.memory_history")
 def test_memory_that_ran_out_is_explained(tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is recorded and written by stubs of CUDA; the message, which does not hide the error if writing fails."""

@@ -139,7 +139,6 @@ def test_a_wrong_setting_is_a_finding(doctor: Doctor) -> None:
     assert code == 64 and "did you mean 'optim.lr'?" in failures(findings)["config"]
 
 
-@pytest.mark.quick
 def test_full_disk(doctor: Doctor, tiny_config: Path, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", mib=16) as disk:
         arguments = tiny_config, f"run.dir={disk / 'run'}", "--min-free-gib", 0.001
@@ -150,7 +149,6 @@ def test_full_disk(doctor: Doctor, tiny_config: Path, tmp_path: Path) -> None:
     assert failures(findings)["disk"].startswith(f"0.0 GiB free at {disk / 'run'}, ")
 
 
-@pytest.mark.quick
 def test_disk_space_of_checkpoints_follows_the_network(tiny_config: Path, tiny_store: Path, tmp_path: Path) -> None:
     config, store = load_config(tiny_config), Store.open(tiny_store)
     parameters = sum(count_parameters(build_model(config, store.manifest)).values())

@@ -94,7 +94,6 @@ def test_no_host_reads_between_records(engine: str, parity_config: Path, forked:
         }, reads
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize(("every", "slow", "step_s"), [(1, 7, 2.0), (2, 6, 2.0), (5, 10, 1.25)])
 def test_the_time_of_a_record_is_that_of_its_own_steps(
     every: int, slow: int, step_s: float, tiny_config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -154,7 +153,6 @@ def test_a_spike_limit_fetches_every_step(tiny_config: Path) -> None:
     assert pending[8:] == [0] * 8
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_a_loss_that_is_not_finite_reaches_every_gradient(value: float, tiny_config: Path) -> None:
     with Trainer(load_config(tiny_config, ["data.num_workers=0"])) as run:

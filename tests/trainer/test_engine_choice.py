@@ -91,7 +91,6 @@ def test_micro_batches_divide_the_share_of_a_rank(tiny_store: Path) -> None:
     assert micro_batches(TrainConfig(micro_batch_tokens=1), store, 4) == ("micro_batch_tokens", [4])
 
 
-@quick
 def test_the_search_ends_where_all_engines_fit(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With 80 GB at once; with little memory smaller micro-batches and more recomputation are tried first."""
     rows, arguments = [], [str(tiny_config), "--dry-run", "train.global_batch_size=4"]
@@ -107,7 +106,6 @@ def test_the_search_ends_where_all_engines_fit(tiny_config: Path, capsys: pytest
     assert "mmldlm: error: --gpus: nothing fits into 90% of 0.001 GB, " in captured.err
 
 
-@quick
 def test_several_nodes_have_hybrid_sharding(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for nodes, hybrid in (("2", True), ("4", False)):
         arguments = [str(tiny_config), "--dry-run", "--gpus", f"{8 // int(nodes) // 2}x80GB", "--nodes", nodes]

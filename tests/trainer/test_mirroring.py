@@ -73,7 +73,6 @@ def stopped_after(step: int) -> type[train.Trainer]:
     return type("Stopping", (Stopping,), {"at": step})
 
 
-@pytest.mark.quick
 @pytest.mark.setting("checkpoint.mirror")
 def test_a_stopped_run_goes_on_from_the_mirror_alone(
     parity_config: Path, tmp_path: Path, reference: list[list[float]]
@@ -95,7 +94,6 @@ def test_a_stopped_run_goes_on_from_the_mirror_alone(
     }
 
 
-@pytest.mark.quick
 def test_a_rewound_run_does_not_go_on_with_the_copies_of_the_branch_that_it_left(
     parity_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

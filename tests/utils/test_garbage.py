@@ -16,8 +16,6 @@ from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.garbage import COLLECT_EVERY, ScheduledCollection
 
-pytestmark = pytest.mark.quick
-
 
 class Cycle:
     """An object that only the garbage collector frees."""

@@ -8,7 +8,6 @@ from scipy import stats
 
 from mmldlm.utils.intervals import confidence_sequence, welch_half_width
 
-pytestmark = pytest.mark.quick
 SEQUENCES = 1000
 
 

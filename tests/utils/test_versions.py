@@ -47,7 +47,6 @@ def test_a_version_out_of_range_is_one_line(command: tuple[str, ...], tmp_path: 
     )
 
 
-@pytest.mark.quick
 def test_other_versions_are_not_refused(tmp_path: Path) -> None:
     """A package that a command may not need is missed where it is imported; a checkout needs no metadata."""
     install(tmp_path, "mmldlm", "0.1.0", "torch>=2", "no-such-package>=1", 'psutil>=99; python_version < "3"')

@@ -14,7 +14,6 @@ from mmldlm.data.tokenizer import Tokenizer
 from tests.helpers.sample_corpus import TOPICS, write_corpus
 from tests.helpers.user_errors import assert_user_error
 
-pytestmark = pytest.mark.quick
 WORDS = ["the", "of", "and", ".", *sorted({word for words in TOPICS.values() for word in words})]
 
 

@@ -125,7 +125,6 @@ def test_shards_are_what_numpy_saves(tmp_path: Path, shard_samples: int) -> None
     assert contents.max_length == max(map(len, samples)) and contents.characters["train"] == 69
 
 
-@quick
 def test_statistics_do_not_cancel(tmp_path: Path) -> None:
     """Latents far from zero: a difference of squares would lose all digits."""
     draw = np.random.default_rng(0)
@@ -140,7 +139,6 @@ def test_statistics_do_not_cancel(tmp_path: Path) -> None:
     assert result.rms == pytest.approx(float(np.sqrt(np.square(exact - exact.mean(axis=(0, 1))).mean())), rel=1e-9)
 
 
-@quick
 def test_part_bytes_and_fit_documents(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt", 900)
     shards, identities = {}, {}

@@ -109,7 +109,6 @@ def test_encoders_of_stores_that_cannot_be_taken(
             sharing(tmp_path / "out", tiny_store, corpus, **{option: value}).check()
 
 
-@pytest.mark.quick
 def test_a_version_makes_imported_latents_those_of_one_encoder(tmp_path: Path) -> None:
     """Equal names alone do not, since their revision is a hash of the sources."""
     named = {"latents_of": "SONAR", "tokenizer": "characters"}

@@ -15,7 +15,6 @@ from tests.helpers.prepare_runs import differing
 from tests.helpers.sample_corpus import small_config, write_corpus
 
 fsspec = pytest.importorskip("fsspec")
-pytestmark = pytest.mark.quick
 
 
 @pytest.fixture

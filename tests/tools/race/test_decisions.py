@@ -23,7 +23,6 @@ from mmldlm.tools.race.ledger import Ledger
 from mmldlm.tools.race.race import Proposal, Race
 from tests.helpers.tiny_config import TINY
 
-pytestmark = pytest.mark.quick
 RECORDED = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))
 STEPS = [30, 60, 90, 120]
 SEEDS = 16
