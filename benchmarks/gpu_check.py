@@ -99,7 +99,7 @@ def synchronize() -> None:
 
 def environment(_: Options) -> Result:
     """Tools and packages of the machine."""
-    tools: Result = {tool: shutil.which(tool) or "" for tool in ("nvcc", "g++", "cc", "ninja", "nvidia-smi", "ncu")}
+    tools: Result = {tool: bool(shutil.which(tool)) for tool in ("nvcc", "g++", "cc", "ninja", "nvidia-smi", "ncu")}
     for package in ("deepspeed", "accelerate", "triton", "mmdit", "pydantic", "tokenizers"):
         code, text = run([sys.executable, "-c", f"import {package}; print(getattr({package}, '__version__', '?'))"], 60)
         tools[package] = text.strip().splitlines()[-1][:120] if text.strip() else f"exit {code}"
@@ -180,7 +180,7 @@ def gpu_tests(_: Options) -> Result:
     code, text = run(
         [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-n", "4", *files], 240
     )
-    return {"exit": code, "tail": text[-3000:]}
+    return {"exit": code, **({"tail": text[-3000:]} if code else {})}
 
 
 def train(options: Options, *settings: str, engine: str = "", limit: float = 200, traces: str = "") -> Result:
