@@ -213,9 +213,7 @@ def main(argv: list[str] | None = None) -> int:
     diff = commands.add_parser("diff", help="tensors, settings and state in which two checkpoints differ")
     for name in ("first", "second"):
         diff.add_argument(name, type=Path, help="a checkpoint's folder, or a run folder for its newest")
-    merge = commands.add_parser(
-        "merge", help="a bundle with the mean of the weights of several checkpoints of one network"
-    )
+    merge = commands.add_parser("merge", help="a bundle with the mean weights of several checkpoints of one network")
     merge.add_argument("checkpoints", type=Path, nargs="+", help="folders of checkpoints, runs or bundles")
     merge.add_argument("--out", type=Path, required=True, help="folder of the bundle, which must not exist")
     merge.add_argument("--shares", type=float, nargs="+", metavar="S", help="share of each in the mean (equal)")
@@ -225,11 +223,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.command == "merge":
         shares = options.shares or [1.0] * len(options.checkpoints)
-        if (
-            len(shares) != len(options.checkpoints)
-            or len(shares) < 2
-            or not all(0 < share < math.inf for share in shares)
-        ):
+        if not 1 < len(shares) == len(options.checkpoints) or not all(0 < share < math.inf for share in shares):
             found = f"{len(options.checkpoints)} checkpoints and {shares}"
             raise UsageError(f"checkpoints merge: expected two or more, with a share above 0 of each, found {found}")
         check_new(options.out)

@@ -61,18 +61,16 @@ class Arm:
 
         It is a `ConfigError` or `UsageError` if it does not start, or does not have the samples of the base.
         """
-        path = Path(base.arguments[0])
         if text.startswith(GIT):
             arm = _of_revision(text, base, folder)
-        elif Path(text).suffix in (".yaml", ".yml"):
-            settings = _load(Path(text))
-            text = str(Path(text).absolute())
-            arm = cls(text, _hash(base.key, _own(settings)), settings, (text,))
         else:
-            # A comma of a list or map is not followed by a key and "=".
-            overrides = re.split(r",(?=\s*[a-z_]\w*(?:\.\w+)*=)", text)
-            settings = _load(path, overrides)
-            arm = cls(text, _hash(base.key, _own(settings)), settings, (str(path), *overrides))
+            if Path(text).suffix in (".yaml", ".yml"):
+                text = str(Path(text).absolute())
+                arguments = [text]
+            else:  # a comma of a list or map is not followed by a key and "="
+                arguments = [base.arguments[0], *re.split(r",(?=\s*[a-z_]\w*(?:\.\w+)*=)", text)]
+            settings = _load(Path(arguments[0]), arguments[1:])
+            arm = cls(text, _hash(base.key, _own(settings)), settings, tuple(arguments))
         for key in changed_settings(base.settings, arm.settings, _SHARED):
             expected, found = base.settings.get(key), arm.settings.get(key)
             raise ConfigError(f"{text}: {key}: expected {expected} as in the base, for the same samples, found {found}")

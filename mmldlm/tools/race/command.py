@@ -89,9 +89,9 @@ def _proposals(options: argparse.Namespace, ledger: Ledger, base: Arm, folder: P
         if metric != options.metric:
             print(printable(f"{arm.text}: compared by {metric}, since it changes what {options.metric} means"))
         if known:
-            results = ledger.of_kind("result", n=known[0]["n"])[-1:]
-            lines = [f"{ledger.path}: has it already: {result_line(line)}" for line in results if line["decision"]]
-            print(*map(printable, lines), sep="\n", end="\n" if lines else "")
+            for result in ledger.of_kind("result", n=known[0]["n"])[-1:]:
+                if result["decision"]:
+                    print(printable(f"{ledger.path}: has it already: {result_line(result)}"))
             continue
         line = {"kind": "proposal", "n": len(ledger.of_kind("proposal")) + 1, "arm": arm.text, "metric": metric}
         changes = arm.changes(base)

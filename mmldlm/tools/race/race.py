@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StoppedBySignal, U
 from mmldlm.tools.race.arms import Arm, environment, last_line
 from mmldlm.tools.race.gain import Gain, share
 from mmldlm.tools.race.ledger import Ledger
-from mmldlm.tools.report.run_summary import HELD_OUT_KINDS, RunSummary, better_direction
+from mmldlm.tools.report.run_summary import RunSummary, better_direction
 from mmldlm.tools.runs import History
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import CONTINUE, stop_at_signals
@@ -37,12 +38,13 @@ from mmldlm.utils.process import CONTINUE, stop_at_signals
 MAX_SEEDS = 3  # initial weights that an arm is trained from while it is undecided
 DROP_RISK = 0.05  # that an arm leaves at a look though it is better than the best by what matters
 LOG = "race.log"  # in the run folder: the output of its last processes
-POLL_INTERVAL_S = 0.1
 METRICS = ("loss", "accuracy", "validation", "quality")  # groups of metrics of a run's records
 
 # Exit codes of a run that are the arm's fault; by any other it could not be tried, which ends the race.
 _FAULTS = (1, ExitCode.USAGE, ExitCode.CONFIG, ExitCode.DATA, ExitCode.NUMERICAL)
 
+
+_AT = itemgetter("metric", "step", "seeds")  # what results are compared at
 
 # The line of a result of nothing.
 NO_RESULT = {"kind": "result", "step": 0, "seeds": 0, "values": [], "gain": None, "interval": None, "better": False}
@@ -90,15 +92,13 @@ class Race:
             is_contest = len(racing) > 1 and seed == 0  # of arms that are better than the base, for the best
             due = [one for one in racing if len(one.results) == look and (is_contest or not one.is_better)]
             earlier = [line for one in proposals if one not in due for line in one.results]
-            if due:
-                self._train_base(step)
             for metric in {one.line["metric"] for one in due}:
                 self._base(metric, step)  # before the arms are trained: there may be no such metric
             lines = self._measure(due, seed, step)
-            for one, line in zip(due, lines, strict=True):
+            for line in lines:
                 if line["values"]:
-                    rivals = [other for other in (*lines, *earlier) if other["values"] and _at(other) == _at(line)]
-                    self._judge(one, line, rivals, is_last=look == len(self.schedule) - 1)
+                    rivals = [other for other in (*lines, *earlier) if other["values"] and _AT(other) == _AT(line)]
+                    self._judge(line, rivals, is_last=look == len(self.schedule) - 1)
             self._record(due, lines)
         kept = [one.results[-1]["gain"] for one in proposals if one.decision == "keep"]
         self._finish([one for one in proposals if not one.decision], max([0.0, *kept]))
@@ -122,25 +122,22 @@ class Race:
         for one, error in zip(proposals, errors, strict=True):
             metric = one.line["metric"]
             line = {key: one.line[key] for key in ("n", "arm", "metric")}
-            lines.append(line | {**NO_RESULT, "step": step, "seeds": seed + 1, "decision": "", "reason": ""})
+            line |= {**NO_RESULT, "step": step, "seeds": seed + 1, "decision": "", "reason": ""}
             if error is not None:
-                lines[-1] |= {"decision": "failed", "reason": str(error)}
-                continue
-            values = self.values(one.line["key"], seed + 1, metric, step)
-            if np.isfinite(values).all():
-                lines[-1]["values"] = values.tolist()
+                line |= {"decision": "failed", "reason": str(error)}
+            elif np.isfinite(values := self.values(one.line["key"], seed + 1, metric, step)).all():
+                line["values"] = values.tolist()
             else:
-                lines[-1] |= {"decision": "failed", "reason": f"{metric} is not finite at step {step}"}
+                line |= {"decision": "failed", "reason": f"{metric} is not finite at step {step}"}
+            lines.append(line)
         return lines
 
-    def _train_base(self, step: int) -> None:
-        for error in self.train([(self.base, number) for number in range(self.seeds)], step):
-            if error is not None:
-                raise error
-
     def _base(self, metric: str, step: int) -> np.ndarray:
-        """Return the values of the base's runs."""
+        """Return the values of the base's runs, which are trained so far."""
         if (metric, step) not in self.base_values:
+            for error in self.train([(self.base, seed) for seed in range(self.seeds)], step):
+                if error is not None:
+                    raise error
             self.base_values[metric, step] = self.values("base", self.seeds, metric, step)
         return self.base_values[metric, step]
 
@@ -157,7 +154,7 @@ class Race:
         line |= {"gain": gain.value, "interval": [low, high], "better": low > 0}
         return gain
 
-    def _judge(self, one: Proposal, line: dict[str, Any], rivals: Sequence[Mapping[str, Any]], is_last: bool) -> None:
+    def _judge(self, line: dict[str, Any], rivals: Sequence[Mapping[str, Any]], is_last: bool) -> None:
         """Complete the line of a result by its gain and the decision; the rivals are all results of the look."""
         gain = self._compare(line)
         leads, higher = [(gain, "the base")], better_direction(line["metric"]) == "higher"
@@ -167,23 +164,13 @@ class Race:
         if all(other is not line for other in rivals[:staying]):
             leads.append((self._gain(line, rivals[0]), rivals[0]["arm"]))
         ahead = [name for lead, name in leads if lead.bounds(DROP_RISK)[1] < self.at_least]
-        if line["seeds"] == 1 and self._is_equal(one.line["key"]):
+        if line["values"] == self._base(line["metric"], line["step"])[:1].tolist():
             if line["step"] == self.schedule[-1][0]:  # before, a schedule may still part them
-                line |= {"decision": "no change", "reason": "all its numbers are those of the base"}
+                line |= {"decision": "no change", "reason": "its metric is the base's to the last bit"}
         elif ahead:
             line |= {"decision": "discard", "reason": f"not {100 * self.at_least:g} % better than {ahead[-1]}"}
         elif is_last and not line["better"]:
             line |= {"decision": "open", "reason": f"neither after {MAX_SEEDS} runs"}
-
-    def _is_equal(self, key: str) -> bool:
-        """Return whether an arm's first run has the numbers of the base's so far."""
-        arm, base = (History(self.run_dir(name, 0)) for name in (key, "base"))
-        tags = [tag for tag in arm.tags("train", *HELD_OUT_KINDS) if tag.startswith(METRICS)]
-        curves = ([run.series(tag, "train", *HELD_OUT_KINDS) for tag in tags] for run in (arm, base))
-        return all(
-            (a.steps, a.values) == (b.steps[: len(a.steps)], b.values[: len(a.steps)])
-            for a, b in zip(*curves, strict=True)
-        )
 
     def _finish(self, better: Sequence[Proposal], to_beat: float) -> None:
         """Train the best of the proposals that are better than the base to its end; keep it if it is the best there."""
@@ -192,7 +179,6 @@ class Race:
         for one in better:
             line = {**one.results[-1], "decision": "better", "reason": f"better than the base; {winner} is kept"}
             if not winner:
-                self._train_base(last)
                 shown_at, (line,) = line["step"], self._measure([one], line["seeds"] - 1, last)
                 if line["values"]:
                     line |= {"decision": "discard", "reason": "better than the base before, not the best at its end"}
@@ -234,30 +220,26 @@ class Race:
 
         Return the error of each run that fails by its arm's fault; another error ends all and is raised.
         """
-        errors: list[MmldlmError | None] = [None] * len(runs)
-        waiting = [index for index, run in enumerate(runs) if reached(self._folder(*run)) < step]
-        free, running = list(range(self.jobs)), dict[int, tuple[int, subprocess.Popen[bytes]]]()
+        waiting = [run for run in runs if reached(self._folder(*run)) < step]
+        errors = dict[tuple[str, int], MmldlmError | None]()
         with stop_at_signals(CONTINUE):
-            try:
-                while waiting or running:
-                    while waiting and free:
-                        if time.monotonic() > self.deadline:
-                            raise StoppedBySignal(f"--budget: its hours are over; {CONTINUE}")
-                        place, index = free.pop(0), waiting.pop(0)
-                        running[index] = place, self._start(*runs[index], step, place)
-                    time.sleep(POLL_INTERVAL_S)
-                    for index, (place, process) in list(running.items()):
-                        if (code := process.poll()) is not None:
-                            del running[index]
-                            free.append(place)
-                            errors[index] = self._error(*runs[index], step, code)
-            except BaseException:  # a signal: the runs save before this process ends
-                for _, process in running.values():
-                    process.send_signal(signal.SIGTERM)
-                for _, process in running.values():
-                    process.wait()
-                raise
-        return errors
+            for first in range(0, len(waiting), self.jobs):
+                if time.monotonic() > self.deadline:
+                    raise StoppedBySignal(f"--budget: its hours are over; {CONTINUE}")
+                processes: list[subprocess.Popen[bytes]] = []
+                try:
+                    for place, run in enumerate(waiting[first : first + self.jobs]):
+                        processes.append(self._start(*run, step, place))
+                    codes = [process.wait() for process in processes]
+                except BaseException:  # a signal: the runs save before this process ends
+                    for process in processes:
+                        process.send_signal(signal.SIGTERM)
+                    for process in processes:
+                        process.wait()
+                    raise
+                for (arm, seed), code in zip(waiting[first:], codes, strict=False):
+                    errors[arm.key, seed] = self._error(arm, seed, step, code)
+        return [errors.get((arm.key, seed)) for arm, seed in runs]
 
     def _folder(self, arm: Arm, seed: int) -> Path:
         return self.run_dir("base" if arm is self.base else arm.key, seed)
@@ -282,14 +264,8 @@ class Race:
         run_dir.mkdir(parents=True, exist_ok=True)
         with (run_dir / LOG).open("wb") as output:
             try:
-                return subprocess.Popen(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    cwd=arm.tree,
-                    env=variables,
-                )
+                streams: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+                return subprocess.Popen(words, cwd=arm.tree, env=variables, **streams)
             except OSError as error:
                 raise UsageError(f"--launch: expected a command, found {words[0]}: {error.strerror}") from None
 
@@ -307,10 +283,6 @@ class Race:
         if error.exit_code not in _FAULTS:
             raise error
         return error
-
-
-def _at(line: Mapping[str, Any]) -> tuple[Any, ...]:
-    return line["metric"], line["step"], line["seeds"]
 
 
 def reached(run_dir: Path) -> int:

@@ -43,9 +43,6 @@ class ResampledRace(Race):
     def values(self, key: str, seeds: int, metric: str, step: int) -> np.ndarray:
         return self.rows[key][:seeds, STEPS.index(step)]
 
-    def _is_equal(self, key: str) -> bool:
-        return False
-
     def _record(self, proposals: Sequence[Proposal], results: Sequence[dict[str, Any]]) -> None:
         for one, result in zip(proposals, results, strict=True):
             one.results.append(result)
