@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 
+from mmldlm.utils.progress import print_status
 from mmldlm.utils.short_repr import truncate
 
 _MAX_CHARACTERS = 400
@@ -22,7 +22,7 @@ class Notices(logging.Handler):
     def __init__(self, log_library_warnings: bool):
         super().__init__(logging.WARNING)
         self.log_library_warnings = log_library_warnings
-        self.write: Callable[[str], None] = to_stderr
+        self.write: Callable[[str], None] = print_status
         self._seen: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Notices:
@@ -46,8 +46,3 @@ class Notices(logging.Handler):
         if is_wanted and (record.name, text) not in self._seen:
             self._seen.add((record.name, text))
             self.write(f"{record.levelname.lower()}: {text}")
-
-
-def to_stderr(text: str) -> None:
-    """Print a line on stderr."""
-    print(text, file=sys.stderr, flush=True)

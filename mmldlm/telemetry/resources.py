@@ -55,25 +55,6 @@ def cuda_in_use() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
-def cuda_memory_metrics() -> dict[str, float]:
-    """Return what PyTorch's allocator has done on the current CUDA device, and start new peaks.
-
-    Peaks are those since the last call: between two steps activations are freed, so the current numbers do not show how
-    near the limit a run is. Retries (of allocations, after freeing cached memory) and failures count from the start.
-    """
-    stats = torch.cuda.memory_stats()
-    values = {
-        "memory/cuda_allocated_mib": torch.cuda.memory_allocated() / MIB,
-        "memory/cuda_reserved_mib": torch.cuda.memory_reserved() / MIB,
-        "memory/cuda_peak_allocated_mib": torch.cuda.max_memory_allocated() / MIB,
-        "memory/cuda_peak_reserved_mib": torch.cuda.max_memory_reserved() / MIB,
-        "health/cuda_alloc_retries": stats.get("num_alloc_retries", 0),
-        "health/cuda_ooms": stats.get("num_ooms", 0),
-    }
-    torch.cuda.reset_peak_memory_stats()
-    return values
-
-
 def free_memory_mib(device: torch.device, processes: int = 1) -> float:
     """Return the memory that this process, one of `processes` on the host, may still allocate on `device`."""
     if device.type == "cuda":
@@ -95,7 +76,22 @@ def memory_limits() -> dict[str, float]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return the memory of a training record; on CUDA its peaks since the last call."""
+    """Return the memory of a training record; on CUDA also what PyTorch's allocator has done, and start new peaks.
+
+    Peaks are those since the last call: between two steps activations are freed, so the current numbers do not show how
+    near the limit a run is. Retries (of allocations, after freeing cached memory) and failures count from the start.
+    """
     resident = psutil.Process().memory_info().rss / MIB
     values = {"memory/resident_mib": resident, "memory/host_free_mib": host_memory_mib()[1]}
-    return values | cuda_memory_metrics() if cuda_in_use() else values
+    if cuda_in_use():
+        stats = torch.cuda.memory_stats()
+        values |= {
+            "memory/cuda_allocated_mib": torch.cuda.memory_allocated() / MIB,
+            "memory/cuda_reserved_mib": torch.cuda.memory_reserved() / MIB,
+            "memory/cuda_peak_allocated_mib": torch.cuda.max_memory_allocated() / MIB,
+            "memory/cuda_peak_reserved_mib": torch.cuda.max_memory_reserved() / MIB,
+            "health/cuda_alloc_retries": stats.get("num_alloc_retries", 0),
+            "health/cuda_ooms": stats.get("num_ooms", 0),
+        }
+        torch.cuda.reset_peak_memory_stats()
+    return values
