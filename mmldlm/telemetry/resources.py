@@ -35,8 +35,6 @@ def _cgroups() -> Iterator[tuple[float, float]]:
         folder = _CGROUPS / path
         for group in (folder, *folder.parents):
             yield from _cgroup_memory(group)
-            if group == _CGROUPS:
-                break
 
 
 def _cgroup_memory(group: Path) -> Iterator[tuple[float, float]]:
