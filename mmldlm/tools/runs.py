@@ -36,11 +36,10 @@ _CLEAN_EXITS: Mapping[int, StateName] = {ExitCode.DONE: "finished", ExitCode.STO
 
 
 class Series(NamedTuple):
-    """A value over the steps; NaN where it was not finite. `times` are the Unix seconds of the records."""
+    """A value over the steps; NaN where it was not finite."""
 
     steps: list[int]
     values: list[float]
-    times: list[float]
 
 
 class MetricsReader:
@@ -53,6 +52,7 @@ class MetricsReader:
         started: The latest record of a start or resume.
         step: The last step with a record of any kind.
         damaged: Number of lines that are not records, without a last line that is still being written.
+        durations_s: By activity, the seconds from each heartbeat that announced it to the next record of any kind.
     """
 
     def __init__(self, path: Path):
@@ -68,7 +68,7 @@ class MetricsReader:
         self.started: Record | None = None
         self.step = 0
         self._of_kind: dict[str, list[Record]] = defaultdict(list)
-        self._durations_s: dict[str, list[float]] = defaultdict(list)
+        self.durations_s: dict[str, list[float]] = defaultdict(list)
         self._series: dict[tuple[str, tuple[str, ...]], tuple[Series, int]] = {}  # and how many records are in it
         for record in records:
             self._add(record)
@@ -80,7 +80,7 @@ class MetricsReader:
                 self._index([old for old in self.records if old["step"] <= record["step"]])
             self.started = record
         elif before is not None and before["kind"] == "heartbeat":
-            self._durations_s[before["what"]].append(record["time"] - before["time"])
+            self.durations_s[before["what"]].append(record["time"] - before["time"])
         self.step = max(self.step, record["step"])
         self.records.append(record)
         self._of_kind[kind].append(record)
@@ -131,12 +131,11 @@ class MetricsReader:
     def series(self, tag: str, *kinds: str) -> Series:
         """Return the values of the metric `tag` in records of `kinds` (default: `CURVE_KINDS`)."""
         kinds = kinds or CURVE_KINDS
-        series, count = self._series.get((tag, kinds), (Series([], [], []), 0))
+        series, count = self._series.get((tag, kinds), (Series([], []), 0))
         for record in self.records[count:]:
             if record["kind"] in kinds and record.get(tag) is not None:
                 series.steps.append(record["step"])
                 series.values.append(float(record[tag]))
-                series.times.append(record["time"])
         self._series[tag, kinds] = series, len(self.records)
         return series
 
@@ -145,7 +144,7 @@ class MetricsReader:
 
         With `session`, only of the latest start or resume, without the first, whose speed includes the start.
         """
-        steps, values, _ = self.series(tag, "train")
+        steps, values = self.series(tag, "train")
         first = bisect_right(steps, self.session_start) + 1 if session else 0
         return list(filter(math.isfinite, values[max(first, len(values) - count) :]))
 
@@ -154,10 +153,6 @@ class MetricsReader:
         kinds = kinds or CURVE_KINDS
         records = (record for record in self.records if record["kind"] in kinds)
         return list(dict.fromkeys(key for one in records for key in one if "/" in key and one[key] is not None))
-
-    def durations_s(self, activity: str) -> list[float]:
-        """Return the seconds of each time that a heartbeat announced the activity, to the next record of any kind."""
-        return self._durations_s[activity]
 
     @property
     def session_start(self) -> int:
