@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
-from mmldlm.checkpoint.names import step_and_revision
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.config import CheckpointConfig, RunConfig
@@ -74,8 +73,7 @@ class RecordedRun:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """The checkpoint folders by step, in ascending order; unverified."""
-        paths = CheckpointStore(self.folder / "checkpoints", Retention()).paths()
-        return {found[0]: path for path in reversed(paths) if (found := step_and_revision(path.name))}
+        return CheckpointStore(self.folder / "checkpoints", Retention()).by_step()
 
     def grad_norms(self) -> dict[int, float]:
         """Return the recorded gradient norm of each step, without steps whose record was never written."""
