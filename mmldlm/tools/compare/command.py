@@ -66,20 +66,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _read(options: argparse.Namespace) -> Comparison:
-    """Return the comparison of two runs, or of the runs of two configs."""
-    runs = [RunSummary(path) for path in options.runs]
-    groups = [RunGroup((run,)) for run in runs] if len(runs) == 2 else group_runs(runs, runs[0])
-    if len(groups) != 2:
-        names = ", ".join(group.title for group in groups)
-        raise UsageError(f"expected two runs, or runs of two configs; found those of {len(groups)}: {names}")
-    return Comparison(groups[0], groups[1], options.over_seeds, options.steps, options.loss, options.at_least)
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm compare`; an `MmldlmError` propagates."""
     options = _parse(argv)
-    comparison = _read(options)
+    runs = [RunSummary(path) for path in options.runs]
+    groups = group_runs(runs, runs[0]) if options.over_seeds else [RunGroup((run,)) for run in runs]
+    if len(groups) != 2:
+        names = ", ".join(group.title for group in groups)
+        raise UsageError(f"expected two runs, or runs of two configs; found those of {len(groups)}: {names}")
+    comparison = Comparison(groups[0], groups[1], options.over_seeds, options.steps, options.loss, options.at_least)
     if options.json:
         print(json.dumps(replace_nonfinite(comparison.to_dict()), allow_nan=False))
     else:

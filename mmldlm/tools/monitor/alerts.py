@@ -1,4 +1,4 @@
-"""All alerts: when they are raised, and what to do; `python -m mmldlm.tools.monitor.alerts` prints the table."""
+"""All alerts: when they are raised, and what to do."""
 
 from __future__ import annotations
 

@@ -125,11 +125,6 @@ class RunSummary:
         return flatten(self.history.config)
 
     @property
-    def seed(self) -> int | None:
-        """`run.seed`; None if the config is unknown."""
-        return self.config.get("run.seed")
-
-    @property
     def last_step(self) -> int:
         """Last step with a training or validation record."""
         return max((record["step"] for record in self.history.by_kind("train", *HELD_OUT_KINDS)), default=0)
