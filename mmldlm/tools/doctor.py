@@ -168,16 +168,6 @@ def check_open_files() -> Finding:
 # --- the run ----------------------------------------------------------------------------------------------------
 
 
-def check_config(path: str, overrides: Sequence[str]) -> tuple[RunConfig | None, Finding]:
-    """Load the config; return it, or None, and the finding."""
-    try:
-        config = load_config(path, overrides)
-        require_paths(config, "data.path", "run.dir")
-    except ConfigError as error:
-        return None, fail("config", str(error), "docs/settings.md lists the keys")
-    return config, ok("config", path)
-
-
 def check_attention(config: RunConfig, device: str) -> Finding:
     """Check that the configured attention runs on this machine; the finding says which kernel is taken."""
     config = resolve_precision(config)
@@ -248,8 +238,33 @@ def check_folder(run_dir: Path) -> Finding:
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line, and find the device and the number of processes."""
+def run_checks(options: argparse.Namespace) -> list[Finding]:
+    """Check the machine and, if a config is given, the run; return the findings."""
+    files, overrides = split_arguments(options.arguments)
+    if len(files) > 1 or (overrides and not files):
+        raise UsageError(f"expected one config file, found {len(files)}: {' '.join(files) or 'none'}")
+    findings = [
+        check_gpus(options.processes) if options.device == "cuda" else check_cores(options.processes),
+        check_backend(options.device),
+        check_shared_memory(options.processes),
+        check_open_files(),
+    ]
+    if not files:
+        return findings
+    try:
+        config = load_config(files[0], overrides)
+        require_paths(config, "data.path", "run.dir")
+    except ConfigError as error:
+        return [*findings, fail("config", str(error), "docs/settings.md lists the keys")]
+    store, finding = check_store(config)
+    findings += [ok("config", files[0]), check_attention(config, options.device), finding]
+    if store is not None:
+        findings += check_init(config, store)
+    return [*findings, check_disk(config, store, options.min_free_gib), check_folder(Path(config.run.dir))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `mmldlm doctor`; an `MmldlmError` propagates."""
     parser = argparse.ArgumentParser(
         prog="mmldlm doctor",
         usage="%(prog)s [CONFIG.yaml] [key.sub=value ...] [options]",
@@ -270,37 +285,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         options.processes = max(1, torch.cuda.device_count() if options.device == "cuda" else 1)
     if options.processes < 1:
         parser.error(f"--processes: expected at least 1, found {options.processes}")
-    return options
-
-
-def run_checks(options: argparse.Namespace) -> list[Finding]:
-    """Check the machine and, if a config is given, the run; return the findings."""
-    files, overrides = split_arguments(options.arguments)
-    if len(files) > 1 or (overrides and not files):
-        raise UsageError(f"expected one config file, found {len(files)}: {' '.join(files) or 'none'}")
-    findings = [
-        check_gpus(options.processes) if options.device == "cuda" else check_cores(options.processes),
-        check_backend(options.device),
-        check_shared_memory(options.processes),
-        check_open_files(),
-    ]
-    if not files:
-        return findings
-    config, finding = check_config(files[0], overrides)
-    findings.append(finding)
-    if config is not None:
-        findings.append(check_attention(config, options.device))
-        store, finding = check_store(config)
-        findings.append(finding)
-        if store is not None:
-            findings += check_init(config, store)
-        findings += [check_disk(config, store, options.min_free_gib), check_folder(Path(config.run.dir))]
-    return findings
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm doctor`; an `MmldlmError` propagates."""
-    options = parse_arguments(argv)
     findings = run_checks(options)
     code = exit_code(findings)
     if options.json:
