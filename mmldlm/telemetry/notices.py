@@ -9,7 +9,7 @@ from mmldlm.utils.progress import print_status
 from mmldlm.utils.short_repr import truncate
 
 _MAX_CHARACTERS = 400
-_EXPECTED = ("Gradient accumulation steps mismatch",)  # Accelerate's plugin; the engine counts micro-batches itself
+_EXPECTED = "Gradient accumulation steps mismatch"  # Accelerate's plugin; the engine counts micro-batches itself
 
 
 class Notices(logging.Handler):
@@ -40,9 +40,8 @@ class Notices(logging.Handler):
         if record.name == "py.warnings":  # which has the line of the source below the message
             text = text.partition("\n  ")[0]
         text = truncate(" ".join(text.split()), _MAX_CHARACTERS)
-        is_expected = any(expected in text for expected in _EXPECTED)
         # Only records of libraries are the same on all ranks of a node.
-        is_wanted = record.name.startswith("mmldlm") or (self.log_library_warnings and not is_expected)
+        is_wanted = record.name.startswith("mmldlm") or (self.log_library_warnings and _EXPECTED not in text)
         if is_wanted and (record.name, text) not in self._seen:
             self._seen.add((record.name, text))
             self.write(f"{record.levelname.lower()}: {text}")

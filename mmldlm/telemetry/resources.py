@@ -10,7 +10,6 @@ import psutil
 import torch
 
 MIB = 2**20
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def host_memory_mib() -> tuple[float, float]:
@@ -32,7 +31,7 @@ def _cgroups() -> Iterator[tuple[float, float]]:
     except OSError:
         return
     for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
-        folder = _CGROUPS / path
+        folder = Path("/sys/fs/cgroup", path)
         for group in (folder, *folder.parents):
             yield from _cgroup_memory(group)
 

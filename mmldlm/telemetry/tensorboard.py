@@ -136,7 +136,7 @@ class TensorBoard:
         """Write an image, uint8 [height, width, 3]."""
         self._writer.add_image(tag, pixels, step, dataformats="HWC")
 
-    def hparams(self, values: Mapping[str, Any], metrics: Sequence[str] = ()) -> None:
+    def hparams(self, values: Mapping[str, Any], metrics: Sequence[str]) -> None:
         """Write the hyperparameters of the run; the page "HParams" compares runs by the last values of `metrics`.
 
         `SummaryWriter.add_hparams` would open a sub-run, and does not accept lists and None, which are written as JSON.
