@@ -25,7 +25,6 @@ from mmldlm.tools.records import Record, check_record
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
 
-Stretch = tuple[Trainer, int, int, bool]
 _OF_STARTS = ("config", "data_manifest", "versions", "world_size", "ranks")  # what a replay needs
 
 
@@ -100,7 +99,7 @@ class RecordedRun:
 
 def replay(
     run: RecordedRun, first: int, last: int, launch: LauncherEnv, folder: Path | None = None
-) -> Iterator[Stretch]:
+) -> Iterator[tuple[Trainer, int, int, bool]]:
     """Replay the stretches of the steps `first` to `last`, from the newest checkpoint before them on (collective).
 
     A stretch lies between two checkpoints or starts of the run. The caller advances its trainer to its last step, and

@@ -9,7 +9,6 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
@@ -23,6 +22,7 @@ from mmldlm.settings.successors import current
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.tools.records import ExitReport, Lock, Record, StartupReport, check_record, read_model
 from mmldlm.utils.format import human_duration
+from mmldlm.utils.nested import flatten
 
 CURVE_KINDS = ("train", "validation", "scalars")  # kinds of records that are points of curves
 RECENT_RECORDS = 50  # training records from which typical values are computed
@@ -179,8 +179,7 @@ class MetricsReader:
         return round(statistics.median(gaps)) if gaps else max(steps[-1:], default=1)
 
 
-@dataclass(frozen=True)
-class RunState:
+class RunState(NamedTuple):
     """State of a run.
 
     Attributes:
@@ -198,8 +197,7 @@ class RunState:
         return self.name in ("running", "silent")
 
 
-@dataclass(frozen=True)
-class RankProcess:
+class RankProcess(NamedTuple):
     """The process of a rank.
 
     It existed at `seen_at`, in Unix seconds: a process that was created later only reuses its pid.
@@ -250,7 +248,7 @@ class History(MetricsReader):
             self.__dict__.pop(name, None)
         # Records are read last: a process that has ended has written all of them, so an end is never seen without them.
         self.exits = read_exits(self.run_dir)
-        self.processes = _read_processes(self.run_dir)
+        self.processes = self._read_processes()
         self._is_gone = bool(self.processes) and self.processes[0].state() == "gone"
         has_news = super().refresh()
         if has_news:
@@ -267,10 +265,10 @@ class History(MetricsReader):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The resolved config of the latest start, nested as in its file; empty if the file cannot be read."""
+        """The resolved config of the latest start, by dotted key; empty if the file cannot be read."""
         path = self.run_dir / "config.yaml"
         try:
-            return current(read_yaml(path), str(path), is_record=True)
+            return flatten(current(read_yaml(path), str(path), is_record=True))
         except ConfigError:
             return {}
 
@@ -279,6 +277,19 @@ class History(MetricsReader):
         """The start-up report of the latest start that has written one; empty without one."""
         report = read_model(self.run_dir / "startup.json", StartupReport)
         return report.model_dump(exclude_unset=True) if report else {}
+
+    def _read_processes(self) -> list[RankProcess]:
+        """Return the processes of all ranks if the start-up report is of the lock owner's start, else only the owner.
+
+        Without a lock owner, as after a clean end, there are none.
+        """
+        lock = read_model(self.run_dir / "run.lock", Lock)
+        if lock is None:
+            return []
+        ranks, owner = [(rank["host"], rank["pid"]) for rank in self.startup.get("ranks", [])], (lock.host, lock.pid)
+        known = ranks if ranks[:1] == [owner] else [owner]
+        # All ranks exist before rank 0 takes the lock.
+        return [RankProcess(rank, *process, lock.started.timestamp()) for rank, process in enumerate(known)]
 
     def news_age_s(self, now: float | None = None) -> float | None:
         """Return the seconds since the latest record; None without records.
@@ -319,24 +330,6 @@ def read_exits(run_dir: Path) -> list[ExitReport]:
     """Return the exit reports of the ranks, starting with `exit.json`, which is the report of the run."""
     paths = [run_dir / "exit.json", *sorted(run_dir.glob("exit.rank*.json"))]
     return [report for path in paths if (report := read_model(path, ExitReport)) is not None]
-
-
-def _read_processes(run_dir: Path) -> list[RankProcess]:
-    """Return the processes of all ranks if the start-up report is of the lock owner's start, otherwise only the owner.
-
-    Without a lock owner, as after a clean end, there are none.
-    """
-    lock = read_model(run_dir / "run.lock", Lock)
-    if lock is None:
-        return []
-    owner = (lock.host, lock.pid)
-    report = read_model(run_dir / "startup.json", StartupReport)
-    ranks = [(rank.host, rank.pid) for rank in report.ranks] if report else []
-    # All ranks exist before rank 0 takes the lock.
-    seen_at = lock.started.timestamp()
-    return [
-        RankProcess(rank, *process, seen_at) for rank, process in enumerate(ranks if ranks[:1] == [owner] else [owner])
-    ]
 
 
 def _lock_was_released(run_dir: Path) -> bool:

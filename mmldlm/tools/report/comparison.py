@@ -52,7 +52,7 @@ class RunGroup:
         """The first run of each seed: runs of equal seed are not independent. Unknown seeds count as different ones."""
         seeds: dict[str, RunSummary] = {}
         for run in self.runs:
-            seeds.setdefault(str(run.config.get("run.seed", run.path)), run)
+            seeds.setdefault(str(run.history.config.get("run.seed", run.path)), run)
         return seeds
 
 
@@ -190,4 +190,4 @@ def setting_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
 
 
 def _shared_settings(run: RunSummary) -> dict[str, Any]:
-    return {key: value for key, value in run.config.items() if key not in PER_RUN_SETTINGS}
+    return {key: value for key, value in run.history.config.items() if key not in PER_RUN_SETTINGS}

@@ -23,7 +23,6 @@ from mmldlm.tools.report.run_summary import better_direction
 from mmldlm.tools.runs import History
 from mmldlm.utils.format import format_number
 from mmldlm.utils.intervals import confidence_sequence, welch_half_width
-from mmldlm.utils.nested import flatten
 
 Unit = Literal["records", "pairs", "runs"]
 Decision = Literal["lower", "higher", "equal", "open"]
@@ -131,7 +130,7 @@ def pairing(a: History, b: History) -> str:
     """Return one line on what two runs have in common, by their configs and the content of their stores."""
     settings = []
     for run in (a, b):
-        config, store = flatten(run.config), run.startup.get("data_manifest")
+        config, store = run.config, run.startup.get("data_manifest")
         if not config:
             return f"not known to be paired: {run.run_dir} has no readable config.yaml"
         if store:

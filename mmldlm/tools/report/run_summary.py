@@ -119,11 +119,6 @@ class RunSummary:
         record_interval_s = (self.history.step_s or 0.0) * self.history.steps_per_record
         self.state: RunState = self.history.state(stall_timeout_s=max(600.0, 10 * record_interval_s))
 
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """Settings by dotted key; empty if the file is missing or still being written."""
-        return flatten(self.history.config)
-
     @property
     def last_step(self) -> int:
         """Last step with a training or validation record."""
@@ -160,12 +155,11 @@ class RunSummary:
     @cached_property
     def evaluation_metrics(self) -> dict[str, float]:
         """Finite numbers of evaluation.json by dotted key, prefixed `evaluation/`; empty without the file."""
-        numbers = {
-            key: float(value)
+        return {
+            EVALUATION + key: float(value)
             for key, value in flatten(self._evaluation).items()
-            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if type(value) in (int, float) and math.isfinite(value) and key not in _NON_METRICS
         }
-        return {EVALUATION + key: value for key, value in numbers.items() if key not in _NON_METRICS}
 
     @cached_property
     def evaluation_settings(self) -> dict[str, Any]:
