@@ -18,11 +18,21 @@ from typing import Any, Literal
 from mmldlm.errors import StorageError
 from mmldlm.utils.files import is_at, write_atomically
 
-Kind = (
-    Literal["train", "validation", "quality", "scalars"]  # curves
-    | Literal["start", "resume", "heartbeat", "end"]  # the run itself
-    | Literal["checkpoint", "mirror", "skip", "micro_batch", "slow_rank"]  # events
-)
+Kind = Literal[
+    "train",
+    "validation",
+    "quality",
+    "scalars",
+    "start",
+    "checkpoint",
+    "mirror",
+    "resume",
+    "skip",
+    "micro_batch",
+    "slow_rank",
+    "heartbeat",
+    "end",
+]
 
 log = logging.getLogger(__name__)
 
