@@ -67,8 +67,7 @@ def format_report(findings: Sequence[Finding]) -> str:
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
-        status = "FAIL" if finding.status == "fail" else finding.status
-        lines.append(f"  {status:<4}  {finding.name:<{width}}  {finding.found}")
+        lines.append(f"  {finding.status.replace('fail', 'FAIL'):<4}  {finding.name:<{width}}  {finding.found}")
         if finding.remedy:
             lines.append(f"{'':8}{'':<{width}}  -> {finding.remedy}")
     num_failed, num_warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))

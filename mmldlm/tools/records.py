@@ -108,13 +108,8 @@ class _Heartbeat(_Record):
     what: str
 
 
-# Of the kinds that must have more keys than others.
-_MODELS: Mapping[str, type[_Record]] = {
-    "start": _Start,
-    "resume": _Start,
-    "slow_rank": _SlowRank,
-    "heartbeat": _Heartbeat,
-}
+# The kinds with keys of their own that are no single optional one.
+_MODELS: dict[str, type[_Record]] = {"start": _Start, "resume": _Start, "slow_rank": _SlowRank, "heartbeat": _Heartbeat}
 
 
 def check_record(line: bytes) -> Record:

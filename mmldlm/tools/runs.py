@@ -112,11 +112,9 @@ class MetricsReader:
                 self.damaged += bool(line.strip())
         return is_other or bool(added)
 
-    def by_kind(self, *kinds: str) -> list[Record]:
-        """Return the records of these kinds, which `telemetry/metrics.py` lists."""
-        if len(kinds) == 1:
-            return self._of_kind[kinds[0]]
-        return [record for record in self.records if record["kind"] in kinds]
+    def by_kind(self, kind: str) -> list[Record]:
+        """Return the records of one of the kinds that `telemetry/metrics.py` lists."""
+        return self._of_kind[kind]
 
     def last(self, kind: str | None = None) -> Record | None:
         """Return the latest record, of `kind` if it is given."""

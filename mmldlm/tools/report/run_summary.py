@@ -122,7 +122,8 @@ class RunSummary:
     @property
     def last_step(self) -> int:
         """Last step with a training or validation record."""
-        return max((record["step"] for record in self.history.by_kind("train", *HELD_OUT_KINDS)), default=0)
+        latest = (self.history.last(kind) for kind in ("train", *HELD_OUT_KINDS))
+        return max((record["step"] for record in latest if record), default=0)
 
     @cached_property
     def duration_s(self) -> float:
