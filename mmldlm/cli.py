@@ -43,12 +43,6 @@ COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "verify", "e
 MAKERS = ("prepare", "convert", "train", "demo", "evaluate", "export", "align", "race")
 
 
-def usage() -> str:
-    """Return the help text with all commands."""
-    commands = "\n".join(f"  {name:<11} {description}" for name, (_, description) in COMMANDS.items())
-    return f"mmldlm {__version__}\n\nusage: mmldlm COMMAND [--help] ...\n\n{commands}"
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code.
 
@@ -56,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     """
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "--version"):
-        print(usage())
+        print(f"mmldlm {__version__}\n\nusage: mmldlm COMMAND [--help] ...\n")
+        print("\n".join(f"  {name:<11} {description}" for name, (_, description) in COMMANDS.items()))
         return ExitCode.DONE if arguments else ExitCode.USAGE
     name, rest = arguments[0], arguments[1:]
     outlives_terminal = name in MAKERS or any(argument.startswith("--out") for argument in rest)

@@ -20,7 +20,6 @@ from mmldlm.utils.printable import printable
 
 # The variable with which a tracker's own client is told the project, for those whose class in Accelerate ignores it.
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "comet_ml": "COMET_PROJECT_NAME"}
-DEFAULT_PROJECT = "mmldlm"
 START_TIMEOUT_S = 60.0  # for which the training waits for a tracker
 CLOSE_TIMEOUT_S = 60.0
 MAX_WAITING_ROWS = 10_000  # for a tracker that does not answer; later ones are lost
@@ -118,7 +117,7 @@ class ExperimentTracker:
         if tracker_class.requires_logging_directory:  # its files are in the run folder
             place = [run_name, str(self._folder)]
         else:
-            place = [os.environ.get(PROJECT_VARIABLES.get(self.name, ""), DEFAULT_PROJECT)]
+            place = [os.environ.get(PROJECT_VARIABLES.get(self.name, ""), "mmldlm")]
         tracker = tracker_class(*place, **options.get(self.name, {}))
         tracker.start()
         return tracker

@@ -46,11 +46,6 @@ class FigureData:
     likeliest_lengths: np.ndarray | None  # int64 [n]: l2t, argmax of the length head given the latent
     token_hits: np.ndarray | None  # [2, longest]: l2t from the latent alone, correct tokens by position, and all tokens
 
-    @property
-    def lengths(self) -> np.ndarray:
-        """Number of tokens of each sample, int64 [n]."""
-        return np.array([len(tokens) for tokens in self.tokens])
-
 
 def _latents_by_kind(data: FigureData) -> dict[str, np.ndarray]:
     """Return the true and the generated latents, [n, D] each."""
@@ -62,8 +57,9 @@ def histograms(data: FigureData) -> dict[str, tuple[np.ndarray, tuple[float, flo
     """Return the values of histograms by tag, with their range; histograms of one quantity share the range."""
     norms = {kind: np.linalg.norm(values, axis=1) for kind, values in _latents_by_kind(data).items()}
     # Ranges follow from the true values alone, so the axes of all steps are equal.
-    lengths = {"true": data.lengths, "likeliest": data.likeliest_lengths}
-    mean_norm, max_length = float(norms["true"].mean()), 1.25 * float(data.lengths.max())
+    true_lengths = np.array([len(tokens) for tokens in data.tokens])
+    lengths = {"true": true_lengths, "likeliest": data.likeliest_lengths}
+    mean_norm, max_length = float(norms["true"].mean()), 1.25 * float(true_lengths.max())
     result = {f"latent_norms/{kind}": (values, (0.5 * mean_norm, 1.5 * mean_norm)) for kind, values in norms.items()}
     return result | {
         f"lengths/{kind}": (values, (0, max_length)) for kind, values in lengths.items() if values is not None

@@ -33,7 +33,6 @@ Kind = Literal[
     "heartbeat",
     "end",
 ]
-RESERVED = frozenset({"kind", "step", "time", "nonfinite"})
 
 log = logging.getLogger(__name__)
 
@@ -58,8 +57,8 @@ class MetricsFile:
         self._file = self.path.open("ab")
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Append a record with no reserved keys, or raise `StorageError` if `path` is no longer this file."""
-        assert RESERVED.isdisjoint(values), f"reserved keys in {sorted(RESERVED & values.keys())}"
+        """Append a record, or raise `StorageError` if `path` is no longer this file."""
+        assert values.keys().isdisjoint({"kind", "step", "time", "nonfinite"}), f"reserved keys in {[*values]}"
         if not self.is_in_place:
             raise StorageError(
                 f"{self.path} is not the file that this run writes to any more: its folder was moved or deleted; what "

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable
 
+from mmldlm.utils.progress import print_status
 from mmldlm.utils.short_repr import truncate
 
 _MAX_CHARACTERS = 400
-_EXPECTED = ("Gradient accumulation steps mismatch",)  # Accelerate's plugin; the engine counts micro-batches itself
+_EXPECTED = "Gradient accumulation steps mismatch"  # Accelerate's plugin; the engine counts micro-batches itself
 
 
 class Notices(logging.Handler):
@@ -22,7 +22,7 @@ class Notices(logging.Handler):
     def __init__(self, log_library_warnings: bool):
         super().__init__(logging.WARNING)
         self.log_library_warnings = log_library_warnings
-        self.write: Callable[[str], None] = to_stderr
+        self.write: Callable[[str], None] = print_status
         self._seen: set[tuple[str, str]] = set()
 
     def __enter__(self) -> Notices:
@@ -40,14 +40,8 @@ class Notices(logging.Handler):
         if record.name == "py.warnings":  # which has the line of the source below the message
             text = text.partition("\n  ")[0]
         text = truncate(" ".join(text.split()), _MAX_CHARACTERS)
-        is_expected = any(expected in text for expected in _EXPECTED)
         # Only records of libraries are the same on all ranks of a node.
-        is_wanted = record.name.startswith("mmldlm") or (self.log_library_warnings and not is_expected)
+        is_wanted = record.name.startswith("mmldlm") or (self.log_library_warnings and _EXPECTED not in text)
         if is_wanted and (record.name, text) not in self._seen:
             self._seen.add((record.name, text))
             self.write(f"{record.levelname.lower()}: {text}")
-
-
-def to_stderr(text: str) -> None:
-    """Print a line on stderr."""
-    print(text, file=sys.stderr, flush=True)

@@ -16,7 +16,6 @@ from mmldlm.settings.declaration import setting
 from mmldlm.utils.callback import Callback
 
 FOLDER = "profile"
-_MAX_ROWS = 50  # of the table
 _WARMUP_STEPS = 1  # traced and thrown away: the first ones have the overhead of the tracing itself
 
 
@@ -88,8 +87,7 @@ class StepProfiler(Callback):
             torch.cuda.memory._record_memory_history(enabled=None)
 
     def _write(self, profiler: profile) -> None:
-        device = "cuda" if self.device_type == "cuda" else "cpu"
-        table = profiler.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=_MAX_ROWS)
+        table = profiler.key_averages().table(sort_by=f"self_{self.device_type}_time_total", row_limit=50)
         try:
             self.folder.mkdir(exist_ok=True)
             trace = self.folder / f"trace.rank{self.rank}.json"

@@ -10,9 +10,7 @@ WINDOW = 16  # steps: a rank that becomes slow is named within 20
 SLOWDOWN = 0.10  # in the median step of the window
 MIN_SLOWDOWN = 0.05  # in almost every step of it
 MAX_FASTER_STEPS = 2
-MIN_DEVIATIONS = (
-    3.0  # by which the median exceeds 0, in median absolute deviations: 6.5 standard errors of normal noise
-)
+MIN_DEVIATIONS = 3.0  # of the median from 0, in median absolute deviations: 6.5 standard errors of normal noise
 
 
 def slowdowns(seconds: np.ndarray) -> np.ndarray:

@@ -10,7 +10,6 @@ import psutil
 import torch
 
 MIB = 2**20
-_CGROUPS = Path("/sys/fs/cgroup")
 
 
 def host_memory_mib() -> tuple[float, float]:
@@ -32,11 +31,9 @@ def _cgroups() -> Iterator[tuple[float, float]]:
     except OSError:
         return
     for path in (line.removeprefix("0::/") for line in lines if line.startswith("0::/")):
-        folder = _CGROUPS / path
+        folder = Path("/sys/fs/cgroup", path)
         for group in (folder, *folder.parents):
             yield from _cgroup_memory(group)
-            if group == _CGROUPS:
-                break
 
 
 def _cgroup_memory(group: Path) -> Iterator[tuple[float, float]]:
@@ -53,25 +50,6 @@ def _cgroup_memory(group: Path) -> Iterator[tuple[float, float]]:
 def cuda_in_use() -> bool:
     """Return whether this process uses CUDA; it is not initialized for this, since that would create a context."""
     return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def cuda_memory_metrics() -> dict[str, float]:
-    """Return what PyTorch's allocator has done on the current CUDA device, and start new peaks.
-
-    Peaks are those since the last call: between two steps activations are freed, so the current numbers do not show how
-    near the limit a run is. Retries (of allocations, after freeing cached memory) and failures count from the start.
-    """
-    stats = torch.cuda.memory_stats()
-    values = {
-        "memory/cuda_allocated_mib": torch.cuda.memory_allocated() / MIB,
-        "memory/cuda_reserved_mib": torch.cuda.memory_reserved() / MIB,
-        "memory/cuda_peak_allocated_mib": torch.cuda.max_memory_allocated() / MIB,
-        "memory/cuda_peak_reserved_mib": torch.cuda.max_memory_reserved() / MIB,
-        "health/cuda_alloc_retries": stats.get("num_alloc_retries", 0),
-        "health/cuda_ooms": stats.get("num_ooms", 0),
-    }
-    torch.cuda.reset_peak_memory_stats()
-    return values
 
 
 def free_memory_mib(device: torch.device, processes: int = 1) -> float:
@@ -95,7 +73,22 @@ def memory_limits() -> dict[str, float]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return the memory of a training record; on CUDA its peaks since the last call."""
+    """Return the memory of a training record; on CUDA also what PyTorch's allocator has done, and start new peaks.
+
+    Peaks are those since the last call: between two steps activations are freed, so the current numbers do not show how
+    near the limit a run is. Retries (of allocations, after freeing cached memory) and failures count from the start.
+    """
     resident = psutil.Process().memory_info().rss / MIB
     values = {"memory/resident_mib": resident, "memory/host_free_mib": host_memory_mib()[1]}
-    return values | cuda_memory_metrics() if cuda_in_use() else values
+    if cuda_in_use():
+        stats = torch.cuda.memory_stats()
+        values |= {
+            "memory/cuda_allocated_mib": torch.cuda.memory_allocated() / MIB,
+            "memory/cuda_reserved_mib": torch.cuda.memory_reserved() / MIB,
+            "memory/cuda_peak_allocated_mib": torch.cuda.max_memory_allocated() / MIB,
+            "memory/cuda_peak_reserved_mib": torch.cuda.max_memory_reserved() / MIB,
+            "health/cuda_alloc_retries": stats.get("num_alloc_retries", 0),
+            "health/cuda_ooms": stats.get("num_ooms", 0),
+        }
+        torch.cuda.reset_peak_memory_stats()
+    return values

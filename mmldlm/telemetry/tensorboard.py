@@ -34,12 +34,8 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
     },
     "Quality, held out": {
         "text from its latent (l2t): bits per token": [r"^quality/l2t_bits_per_token$"],
-        "text from its latent (l2t): token accuracy": [
-            r"^quality/(figures_l2t_first_guess|l2t_token)_accuracy$",
-        ],
-        "latent from its text (t2l): cosine and recall@1": [
-            r"^quality/(figures_)?t2l_(cosine|recall_at_1)$",
-        ],
+        "text from its latent (l2t): token accuracy": [r"^quality/(figures_l2t_first_guess|l2t_token)_accuracy$"],
+        "latent from its text (t2l): cosine and recall@1": [r"^quality/(figures_)?t2l_(cosine|recall_at_1)$"],
     },
     "By mode": {
         "text loss, training": [r"^loss/text_(l2t|joint)$"],
@@ -84,14 +80,14 @@ class TensorBoard:
     Events already there with step >= `purge_step` are hidden: 0 for a new run, S + 1 for one resumed after step S.
     """
 
-    def __init__(self, folder: Path | str, purge_step: int):
-        self.folder, self._first_step = Path(folder), purge_step
+    def __init__(self, folder: Path, purge_step: int):
+        self._first_step = purge_step
         self._end: Any = None
         # Imported here: it takes seconds, and only one rank of a run writes.
         from torch.utils.tensorboard import SummaryWriter
 
-        self.folder.mkdir(parents=True, exist_ok=True)
-        _await_later_name(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        _await_later_name(folder)
         self._writer = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_INTERVAL_S)
         threading.excepthook = _leave_to_next_write
 
@@ -105,14 +101,14 @@ class TensorBoard:
         if rows:
             self._writer.add_text(tag, markdown_table(rows), step)
 
-    def text(self, step: int, tag: str, content: str) -> None:
-        """Write `content` verbatim, as a code block."""
-        # An indented block has no end marker that the content could contain.
-        self._writer.add_text(tag, "\n".join("    " + line for line in _readable(content).splitlines()), step)
-
     def session_text(self, tag: str, content: str) -> None:
-        """Write text that holds from this session's first step on; a session that hides its events hides it, too."""
-        self.text(self._first_step, tag, content)
+        """Write text that holds from this session's first step on, verbatim, as a code block.
+
+        A session that hides the events of this one hides it, too.
+        """
+        # An indented block has no end marker that the content could contain.
+        block = "\n".join("    " + line for line in _readable(content).splitlines())
+        self._writer.add_text(tag, block, self._first_step)
 
     def histogram(self, step: int, tag: str, values: np.ndarray, within: tuple[float, float]) -> None:
         """Write a histogram of the finite `values`; values outside the range `within` count at its ends."""
@@ -140,14 +136,17 @@ class TensorBoard:
         """Write an image, uint8 [height, width, 3]."""
         self._writer.add_image(tag, pixels, step, dataformats="HWC")
 
-    def hparams(self, values: Mapping[str, Any], metrics: Sequence[str] = ()) -> None:
+    def hparams(self, values: Mapping[str, Any], metrics: Sequence[str]) -> None:
         """Write the hyperparameters of the run; the page "HParams" compares runs by the last values of `metrics`.
 
-        `SummaryWriter.add_hparams` would open a sub-run, and does not accept lists and None.
+        `SummaryWriter.add_hparams` would open a sub-run, and does not accept lists and None, which are written as JSON.
         """
         from torch.utils.tensorboard.summary import hparams
 
-        flat = {name: _hparam(value) for name, value in flatten(values).items()}
+        flat = {
+            name: value if type(value) in (str, int, float) else json.dumps(value, default=str)
+            for name, value in flatten(values).items()
+        }
         # The last of the three marks the session as complete: `end` writes it.
         experiment, start, self._end = hparams(flat, dict.fromkeys(metrics, 0.0))
         for summary in (experiment, start):
@@ -204,10 +203,3 @@ def escape(text: str) -> str:
 def _readable(text: str) -> str:
     """Return `text` with surrogates and control characters, which break UTF-8 or a page, as U+FFFD."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", text.replace("\r\n", "\n"))
-
-
-def _hparam(value: Any) -> str | float:
-    """Return a number or string unchanged; a bool, None, list or mapping as JSON."""
-    if isinstance(value, str | float) or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    return json.dumps(value, default=str)

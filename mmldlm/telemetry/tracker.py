@@ -21,18 +21,11 @@ if TYPE_CHECKING:
     from mmldlm.telemetry.figures import FigureData
 
 HPARAM_METRICS = (
-    "loss/total",
-    "validation/total",
-    "validation/text",
-    "validation/latent",
-    "quality/l2t_bits_per_token",
-    "quality/figures_l2t_first_guess_accuracy",
-    "quality/figures_t2l_cosine",
-    "quality/figures_t2l_recall_at_1",
+    *("loss/total", "validation/total", "validation/text", "validation/latent", "quality/l2t_bits_per_token"),
+    *("quality/figures_l2t_first_guess_accuracy", "quality/figures_t2l_cosine", "quality/figures_t2l_recall_at_1"),
     "speed/tokens_per_s",
 )
 SHOWN_QUALITY_SUFFIXES = ("_token_accuracy", "_bleu", "_cosine", "_recall_at_10", "_token_entropy", "_repetition_4")
-_NOISE_BIN_TAG = "_noise_"  # tags of single noise bins: the progress line has no room for them
 
 
 class Tracker:
@@ -109,7 +102,8 @@ class Tracker:
         for board in self._boards:
             for name, heights in (bin_losses or {}).items():
                 board.bin_histogram(step, f"loss_over_noise_time/{name}", heights)
-        numbers = {key: value for key, value in _numbers(values).items() if _NOISE_BIN_TAG not in key}
+        # Without single noise bins, for which a line has no room.
+        numbers = {key: value for key, value in _numbers(values).items() if "_noise_" not in key}
         shown = "  ".join(f"{key.removeprefix('validation/')} {value:.4f}" for key, value in numbers.items())
         weights = " of the EMA weights" if values.get("weights") == "ema" else ""
         self.message(f"validation{weights} at step {step:,}: {shown}")

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -30,8 +31,6 @@ from mmldlm.trainer.consistency import writable_run_folder
 from mmldlm.trainer.memory_estimate import estimate
 from mmldlm.utils.printable import printable
 
-DeviceChoice = Literal["auto", "cpu", "cuda"]
-
 _MIB, _GIB = 2**20, 2**30
 _SHARED_MEMORY_MIB_PER_PROCESS = 256  # batches of loader workers, and NCCL's buffers within a machine
 _MIN_OPEN_FILES = 4096
@@ -46,26 +45,15 @@ class Finding:
         exit_code: Exit code of the command if this is its only failure.
     """
 
-    name: str
     status: Literal["ok", "warn", "fail"]
+    name: str
     found: str
     remedy: str = ""
     exit_code: int = ExitCode.DONE
 
 
-def ok(name: str, result: str) -> Finding:
-    """Return a finding with status "ok"."""
-    return Finding(name, "ok", result)
-
-
-def warn(name: str, result: str, remedy: str) -> Finding:
-    """Return a finding with status "warn"."""
-    return Finding(name, "warn", result, remedy)
-
-
-def fail(name: str, result: str, remedy: str, exit_code: int = ExitCode.CONFIG) -> Finding:
-    """Return a finding with status "fail"."""
-    return Finding(name, "fail", result, remedy, int(exit_code))
+ok, warn = partial(Finding, "ok"), partial(Finding, "warn")
+fail = partial(Finding, "fail", exit_code=ExitCode.CONFIG)
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
@@ -79,8 +67,7 @@ def format_report(findings: Sequence[Finding]) -> str:
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
-        status = "FAIL" if finding.status == "fail" else finding.status
-        lines.append(f"  {status:<4}  {finding.name:<{width}}  {finding.found}")
+        lines.append(f"  {finding.status.replace('fail', 'FAIL'):<4}  {finding.name:<{width}}  {finding.found}")
         if finding.remedy:
             lines.append(f"{'':8}{'':<{width}}  -> {finding.remedy}")
     num_failed, num_warned = (sum(finding.status == status for finding in findings) for status in ("fail", "warn"))
@@ -93,22 +80,6 @@ def format_report(findings: Sequence[Finding]) -> str:
 
 
 # --- this machine -----------------------------------------------------------------------------------------------
-
-
-def device_type(choice: DeviceChoice) -> str:
-    """Return `choice`, or for "auto" the device that a run would use: `cuda` or `cpu`."""
-    return choice if choice != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def check_machine(choice: DeviceChoice, processes: int) -> list[Finding]:
-    """Check this machine for a run with `processes` processes."""
-    device = device_type(choice)
-    return [
-        check_gpus(processes) if device == "cuda" else check_cores(processes),
-        check_backend(device),
-        check_shared_memory(processes),
-        check_open_files(),
-    ]
 
 
 def check_gpus(processes: int) -> Finding:
@@ -196,16 +167,6 @@ def check_open_files() -> Finding:
 # --- the run ----------------------------------------------------------------------------------------------------
 
 
-def check_config(path: str, overrides: Sequence[str]) -> tuple[RunConfig | None, Finding]:
-    """Load the config; return it, or None, and the finding."""
-    try:
-        config = load_config(path, overrides)
-        require_paths(config, "data.path", "run.dir")
-    except ConfigError as error:
-        return None, fail("config", str(error), "docs/settings.md lists the keys")
-    return config, ok("config", path)
-
-
 def check_attention(config: RunConfig, device: str) -> Finding:
     """Check that the configured attention runs on this machine; the finding says which kernel is taken."""
     config = resolve_precision(config)
@@ -223,7 +184,7 @@ def check_store(config: RunConfig) -> tuple[Store | None, Finding]:
         Tokenizer.load(store.path / "tokenizer")
     except (DataError, OSError) as error:
         remedy = "copy the store to every node, or set data.path to where this node has it"
-        return None, fail("data store", str(error), remedy, ExitCode.DATA)
+        return None, fail("data store", str(error), remedy, exit_code=ExitCode.DATA)
     paths = ", ".join(str(source.path) for source in store.sources)
     return store, ok("data store", f"{paths}, {len(store.split('train')):,} samples to train on")
 
@@ -239,7 +200,7 @@ def check_init(config: RunConfig, store: Store) -> list[Finding]:
         model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
         start = warm_start(source, config, store, model.initial_weights(config.run.weights_seed))
     except MmldlmError as error:
-        return [fail("init", str(error), "docs/checkpoints.md, Start from a trained model", int(error.exit_code))]
+        return [fail("init", str(error), "docs/checkpoints.md, Start from a trained model", exit_code=error.exit_code)]
     return [ok("init", "; ".join(line.strip() for line in start.notes))]
 
 
@@ -276,8 +237,33 @@ def check_folder(run_dir: Path) -> Finding:
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line, and find the number of processes."""
+def run_checks(options: argparse.Namespace) -> list[Finding]:
+    """Check the machine and, if a config is given, the run; return the findings."""
+    files, overrides = split_arguments(options.arguments)
+    if len(files) > 1 or (overrides and not files):
+        raise UsageError(f"expected one config file, found {len(files)}: {' '.join(files) or 'none'}")
+    findings = [
+        check_gpus(options.processes) if options.device == "cuda" else check_cores(options.processes),
+        check_backend(options.device),
+        check_shared_memory(options.processes),
+        check_open_files(),
+    ]
+    if not files:
+        return findings
+    try:
+        config = load_config(files[0], overrides)
+        require_paths(config, "data.path", "run.dir")
+    except ConfigError as error:
+        return [*findings, fail("config", str(error), "docs/settings.md lists the keys")]
+    store, finding = check_store(config)
+    findings += [ok("config", files[0]), check_attention(config, options.device), finding]
+    if store is not None:
+        findings += check_init(config, store)
+    return [*findings, check_disk(config, store, options.min_free_gib), check_folder(Path(config.run.dir))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run `mmldlm doctor`; an `MmldlmError` propagates."""
     parser = argparse.ArgumentParser(
         prog="mmldlm doctor",
         usage="%(prog)s [CONFIG.yaml] [key.sub=value ...] [options]",
@@ -292,36 +278,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--min-free-gib", type=float, default=1.0, help="free space at run.dir, in GiB; default: %(default)s"
     )
     options = parser.parse_intermixed_args(argv)
+    if options.device == "auto":
+        options.device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.processes is None:
-        options.processes = max(1, torch.cuda.device_count() if device_type(options.device) == "cuda" else 1)
+        options.processes = max(1, torch.cuda.device_count() if options.device == "cuda" else 1)
     if options.processes < 1:
         parser.error(f"--processes: expected at least 1, found {options.processes}")
-    return options
-
-
-def run_checks(options: argparse.Namespace) -> list[Finding]:
-    """Check the machine and, if a config is given, the run; return the findings."""
-    files, overrides = split_arguments(options.arguments)
-    if len(files) > 1 or (overrides and not files):
-        raise UsageError(f"expected one config file, found {len(files)}: {' '.join(files) or 'none'}")
-    findings = check_machine(options.device, options.processes)
-    if not files:
-        return findings
-    config, finding = check_config(files[0], overrides)
-    findings.append(finding)
-    if config is not None:
-        findings.append(check_attention(config, device_type(options.device)))
-        store, finding = check_store(config)
-        findings.append(finding)
-        if store is not None:
-            findings += check_init(config, store)
-        findings += [check_disk(config, store, options.min_free_gib), check_folder(Path(config.run.dir))]
-    return findings
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm doctor`; an `MmldlmError` propagates."""
-    options = parse_arguments(argv)
     findings = run_checks(options)
     code = exit_code(findings)
     if options.json:

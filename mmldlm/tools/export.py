@@ -41,7 +41,10 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(argv)
     out: Path = options.out
     check_new(out)
-    description = _read(options.card) if options.card else ""
+    try:
+        description = options.card.read_text(encoding="utf-8") if options.card else ""
+    except (OSError, ValueError) as error:
+        raise DataError(f"--card: {options.card} cannot be read: {error}") from None
     run = load_run(options.run, options.checkpoint, options.data, options.weights, device="cpu")
     save_bundle(run, out, description)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
@@ -50,10 +53,3 @@ def main(argv: list[str] | None = None) -> int:
     next_step = f"mmldlm sample {out} --text ..., or mmldlm.load({str(out)!r})"
     print(printable(f"{out}: {run}, {size / 2**20:.1f} MiB; {next_step}"))
     return 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise DataError(f"--card: {path} cannot be read: {error}") from None

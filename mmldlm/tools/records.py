@@ -73,10 +73,17 @@ class Lock(_Model):
 
 
 class _Record(_Model):
+    """A record of any kind; keys with a default are of one kind."""
+
     kind: str
     step: Count
     time: FiniteFloat
     nonfinite: list[str] = []
+    grad_norms: list[float | None] = []  # train
+    reason: str = ""  # skip
+    sha256: str = ""  # checkpoint
+    error: str = ""  # mirror
+    stopped_by: str = ""  # end
 
 
 class _Source(_Model):
@@ -90,23 +97,6 @@ class _Start(_Record, StartupReport):
     resumed_from: _Source | None = None
 
 
-class _Train(_Record):
-    grad_norms: list[float | None] = []
-
-
-class _Skip(_Record):
-    reason: str = ""
-
-
-class _Checkpoint(_Record):
-    sha256: str = ""
-    stall_s: float = 0.0
-
-
-class _Mirror(_Record):
-    error: str = ""
-
-
 class _SlowRank(_Record):
     rank: Count
     host: str
@@ -118,21 +108,8 @@ class _Heartbeat(_Record):
     what: str
 
 
-class _End(_Record):
-    stopped_by: str = ""
-
-
-_MODELS: Mapping[str, type[_Record]] = {  # kinds without one have metrics only, or what no reader uses
-    "start": _Start,
-    "resume": _Start,
-    "train": _Train,
-    "skip": _Skip,
-    "checkpoint": _Checkpoint,
-    "mirror": _Mirror,
-    "slow_rank": _SlowRank,
-    "heartbeat": _Heartbeat,
-    "end": _End,
-}
+# The kinds with keys of their own that are no single optional one.
+_MODELS: dict[str, type[_Record]] = {"start": _Start, "resume": _Start, "slow_rank": _SlowRank, "heartbeat": _Heartbeat}
 
 
 def check_record(line: bytes) -> Record:

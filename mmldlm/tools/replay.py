@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
 
-from mmldlm.checkpoint.names import step_and_revision
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.config import CheckpointConfig, RunConfig
@@ -26,7 +25,6 @@ from mmldlm.tools.records import Record, check_record
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
 
-Stretch = tuple[Trainer, int, int, bool]
 _OF_STARTS = ("config", "data_manifest", "versions", "world_size", "ranks")  # what a replay needs
 
 
@@ -74,8 +72,7 @@ class RecordedRun:
     @property
     def checkpoints(self) -> dict[int, Path]:
         """The checkpoint folders by step, in ascending order; unverified."""
-        paths = CheckpointStore(self.folder / "checkpoints", Retention()).paths()
-        return {found[0]: path for path in reversed(paths) if (found := step_and_revision(path.name))}
+        return CheckpointStore(self.folder / "checkpoints", Retention()).by_step()
 
     def grad_norms(self) -> dict[int, float]:
         """Return the recorded gradient norm of each step, without steps whose record was never written."""
@@ -102,7 +99,7 @@ class RecordedRun:
 
 def replay(
     run: RecordedRun, first: int, last: int, launch: LauncherEnv, folder: Path | None = None
-) -> Iterator[Stretch]:
+) -> Iterator[tuple[Trainer, int, int, bool]]:
     """Replay the stretches of the steps `first` to `last`, from the newest checkpoint before them on (collective).
 
     A stretch lies between two checkpoints or starts of the run. The caller advances its trainer to its last step, and

@@ -9,7 +9,6 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
@@ -23,6 +22,7 @@ from mmldlm.settings.successors import current
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.tools.records import ExitReport, Lock, Record, StartupReport, check_record, read_model
 from mmldlm.utils.format import human_duration
+from mmldlm.utils.nested import flatten
 
 CURVE_KINDS = ("train", "validation", "scalars")  # kinds of records that are points of curves
 RECENT_RECORDS = 50  # training records from which typical values are computed
@@ -36,11 +36,10 @@ _CLEAN_EXITS: Mapping[int, StateName] = {ExitCode.DONE: "finished", ExitCode.STO
 
 
 class Series(NamedTuple):
-    """A value over the steps; NaN where it was not finite. `times` are the Unix seconds of the records."""
+    """A value over the steps; NaN where it was not finite."""
 
     steps: list[int]
     values: list[float]
-    times: list[float]
 
 
 class MetricsReader:
@@ -53,6 +52,7 @@ class MetricsReader:
         started: The latest record of a start or resume.
         step: The last step with a record of any kind.
         damaged: Number of lines that are not records, without a last line that is still being written.
+        durations_s: By activity, the seconds from each heartbeat that announced it to the next record of any kind.
     """
 
     def __init__(self, path: Path):
@@ -68,7 +68,7 @@ class MetricsReader:
         self.started: Record | None = None
         self.step = 0
         self._of_kind: dict[str, list[Record]] = defaultdict(list)
-        self._durations_s: dict[str, list[float]] = defaultdict(list)
+        self.durations_s: dict[str, list[float]] = defaultdict(list)
         self._series: dict[tuple[str, tuple[str, ...]], tuple[Series, int]] = {}  # and how many records are in it
         for record in records:
             self._add(record)
@@ -80,7 +80,7 @@ class MetricsReader:
                 self._index([old for old in self.records if old["step"] <= record["step"]])
             self.started = record
         elif before is not None and before["kind"] == "heartbeat":
-            self._durations_s[before["what"]].append(record["time"] - before["time"])
+            self.durations_s[before["what"]].append(record["time"] - before["time"])
         self.step = max(self.step, record["step"])
         self.records.append(record)
         self._of_kind[kind].append(record)
@@ -112,11 +112,9 @@ class MetricsReader:
                 self.damaged += bool(line.strip())
         return is_other or bool(added)
 
-    def by_kind(self, *kinds: str) -> list[Record]:
-        """Return the records of these kinds, which `telemetry/metrics.py` lists."""
-        if len(kinds) == 1:
-            return self._of_kind[kinds[0]]
-        return [record for record in self.records if record["kind"] in kinds]
+    def by_kind(self, kind: str) -> list[Record]:
+        """Return the records of one of the kinds that `telemetry/metrics.py` lists."""
+        return self._of_kind[kind]
 
     def last(self, kind: str | None = None) -> Record | None:
         """Return the latest record, of `kind` if it is given."""
@@ -131,12 +129,11 @@ class MetricsReader:
     def series(self, tag: str, *kinds: str) -> Series:
         """Return the values of the metric `tag` in records of `kinds` (default: `CURVE_KINDS`)."""
         kinds = kinds or CURVE_KINDS
-        series, count = self._series.get((tag, kinds), (Series([], [], []), 0))
+        series, count = self._series.get((tag, kinds), (Series([], []), 0))
         for record in self.records[count:]:
             if record["kind"] in kinds and record.get(tag) is not None:
                 series.steps.append(record["step"])
                 series.values.append(float(record[tag]))
-                series.times.append(record["time"])
         self._series[tag, kinds] = series, len(self.records)
         return series
 
@@ -145,7 +142,7 @@ class MetricsReader:
 
         With `session`, only of the latest start or resume, without the first, whose speed includes the start.
         """
-        steps, values, _ = self.series(tag, "train")
+        steps, values = self.series(tag, "train")
         first = bisect_right(steps, self.session_start) + 1 if session else 0
         return list(filter(math.isfinite, values[max(first, len(values) - count) :]))
 
@@ -154,10 +151,6 @@ class MetricsReader:
         kinds = kinds or CURVE_KINDS
         records = (record for record in self.records if record["kind"] in kinds)
         return list(dict.fromkeys(key for one in records for key in one if "/" in key and one[key] is not None))
-
-    def durations_s(self, activity: str) -> list[float]:
-        """Return the seconds of each time that a heartbeat announced the activity, to the next record of any kind."""
-        return self._durations_s[activity]
 
     @property
     def session_start(self) -> int:
@@ -184,8 +177,7 @@ class MetricsReader:
         return round(statistics.median(gaps)) if gaps else max(steps[-1:], default=1)
 
 
-@dataclass(frozen=True)
-class RunState:
+class RunState(NamedTuple):
     """State of a run.
 
     Attributes:
@@ -203,8 +195,7 @@ class RunState:
         return self.name in ("running", "silent")
 
 
-@dataclass(frozen=True)
-class RankProcess:
+class RankProcess(NamedTuple):
     """The process of a rank.
 
     It existed at `seen_at`, in Unix seconds: a process that was created later only reuses its pid.
@@ -255,7 +246,7 @@ class History(MetricsReader):
             self.__dict__.pop(name, None)
         # Records are read last: a process that has ended has written all of them, so an end is never seen without them.
         self.exits = read_exits(self.run_dir)
-        self.processes = _read_processes(self.run_dir)
+        self.processes = self._read_processes()
         self._is_gone = bool(self.processes) and self.processes[0].state() == "gone"
         has_news = super().refresh()
         if has_news:
@@ -272,10 +263,10 @@ class History(MetricsReader):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The resolved config of the latest start, nested as in its file; empty if the file cannot be read."""
+        """The resolved config of the latest start, by dotted key; empty if the file cannot be read."""
         path = self.run_dir / "config.yaml"
         try:
-            return current(read_yaml(path), str(path), is_record=True)
+            return flatten(current(read_yaml(path), str(path), is_record=True))
         except ConfigError:
             return {}
 
@@ -284,6 +275,19 @@ class History(MetricsReader):
         """The start-up report of the latest start that has written one; empty without one."""
         report = read_model(self.run_dir / "startup.json", StartupReport)
         return report.model_dump(exclude_unset=True) if report else {}
+
+    def _read_processes(self) -> list[RankProcess]:
+        """Return the processes of all ranks if the start-up report is of the lock owner's start, else only the owner.
+
+        Without a lock owner, as after a clean end, there are none.
+        """
+        lock = read_model(self.run_dir / "run.lock", Lock)
+        if lock is None:
+            return []
+        ranks, owner = [(rank["host"], rank["pid"]) for rank in self.startup.get("ranks", [])], (lock.host, lock.pid)
+        known = ranks if ranks[:1] == [owner] else [owner]
+        # All ranks exist before rank 0 takes the lock.
+        return [RankProcess(rank, *process, lock.started.timestamp()) for rank, process in enumerate(known)]
 
     def news_age_s(self, now: float | None = None) -> float | None:
         """Return the seconds since the latest record; None without records.
@@ -324,24 +328,6 @@ def read_exits(run_dir: Path) -> list[ExitReport]:
     """Return the exit reports of the ranks, starting with `exit.json`, which is the report of the run."""
     paths = [run_dir / "exit.json", *sorted(run_dir.glob("exit.rank*.json"))]
     return [report for path in paths if (report := read_model(path, ExitReport)) is not None]
-
-
-def _read_processes(run_dir: Path) -> list[RankProcess]:
-    """Return the processes of all ranks if the start-up report is of the lock owner's start, otherwise only the owner.
-
-    Without a lock owner, as after a clean end, there are none.
-    """
-    lock = read_model(run_dir / "run.lock", Lock)
-    if lock is None:
-        return []
-    owner = (lock.host, lock.pid)
-    report = read_model(run_dir / "startup.json", StartupReport)
-    ranks = [(rank.host, rank.pid) for rank in report.ranks] if report else []
-    # All ranks exist before rank 0 takes the lock.
-    seen_at = lock.started.timestamp()
-    return [
-        RankProcess(rank, *process, seen_at) for rank, process in enumerate(ranks if ranks[:1] == [owner] else [owner])
-    ]
 
 
 def _lock_was_released(run_dir: Path) -> bool:

@@ -52,12 +52,6 @@ class Explanation:
     is_spike: bool
     slots: list[int] = field(default_factory=list)
     rest: float = math.inf
-    replays: int = 0
-
-    @property
-    def is_found(self) -> bool:
-        """Return whether these samples alone cause the norm."""
-        return self.rest <= self.limit
 
 
 class StepParts:
@@ -105,7 +99,6 @@ class StepParts:
             result.slots.append(self.largest(rest, total))
             rest = np.setdiff1d(rest, result.slots)
             total = result.rest = self.norm(rest)
-        result.replays = self.replays
         return result
 
     def report(self, result: Explanation) -> list[str]:
@@ -115,7 +108,7 @@ class StepParts:
         if not result.is_spike:
             relation = f"no spike; the samples are those without which it is at most half, {result.limit:.4g}"
         lines = [
-            f"step {self.step + 1}: gradient norm {result.norm:.4g}, {relation}; {result.replays} replays of parts of "
+            f"step {self.step + 1}: gradient norm {result.norm:.4g}, {relation}; {self.replays} replays of parts of "
             f"its {self.size.global_batch_size} samples"
         ]
         weights = mode_weights_at(self.step, config.mode, config.mode_schedule)
@@ -130,7 +123,7 @@ class StepParts:
                 f"latents of RMS {float(batch.latents.square().mean().sqrt()):.3g} (usually 1)"
             )
             lines.append(f"    {components.tokenizer.decode_batch([batch.tokens.tolist()])[0]}")
-        conclusion = "they caused it" if result.is_found else "these samples alone did not cause it"
+        conclusion = "they caused it" if result.rest <= result.limit else "these samples alone did not cause it"
         return [*lines, f"without: gradient norm {result.rest:.4g}; {conclusion}"]
 
 

@@ -21,7 +21,6 @@ from mmldlm.checkpoint.manifest import MANIFEST, verify_checkpoint
 from mmldlm.config import CONFIG_NAME, diff_configs, load_config, split_arguments, with_absolute_paths
 from mmldlm.data.mixture import open_data
 from mmldlm.data.verify import verify_part
-from mmldlm.distributed.exit_files import CLEAN_EXIT_CODES
 from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, DataError, ExitCode, UsageError, exit_process, run_command
 from mmldlm.settings.declaration import dump
@@ -59,7 +58,7 @@ def check(run: RecordedRun, progress: Progress) -> Iterator[str]:
     """Yield a line about everything in the run folder and the store that is not as the run's records say."""
     yield from run.damaged
     yield from _check_config(run)
-    exits = [report for report in read_exits(run.folder) if report.code in CLEAN_EXIT_CODES]
+    exits = [report for report in read_exits(run.folder) if report.is_clean]
     last = run.records[-1]["kind"]
     if exits and last != "end":
         yield f"metrics.jsonl: the run has ended ({exits[0].cause}), but its last record is {last}, expected end"
@@ -238,8 +237,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return 0, or 65 if anything is not as the run has written it."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run `mmldlm verify`; return 0, or 65 if anything is not as the run has written it."""
     options = _parser().parse_intermixed_args(argv)
     folders, overrides = split_arguments(options.arguments)
     if len(folders) != 1:
@@ -281,10 +280,5 @@ def run(argv: Sequence[str] | None = None) -> int:
     return ExitCode.DATA if problems else ExitCode.DONE
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and report user errors in one line; return the exit code."""
-    return run_command(lambda: run(argv))
-
-
 if __name__ == "__main__":
-    exit_process(main(sys.argv[1:]))
+    exit_process(run_command(main))

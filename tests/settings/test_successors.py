@@ -168,7 +168,7 @@ def test_records_of_a_run_are_compared_by_present_names(call: Call, short_run_di
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
     code, out, err = call("verify", run)
     assert code == 0 and err.count("notice") == 1, out + err
-    assert History(run).config["log"]["every"] == 1
+    assert History(run).config["log.every"] == 1
 
 
 def test_a_removed_setting(call: Call, version: Callable[[str], None], short_run_dir: Path, tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_hparams_with_lists_and_none_go_into_the_main_run(tmp_path):
     board = TensorBoard(tmp_path, 0)
     config = {"optim": {"lr": 1e-4, "betas": [0.9, 0.99], "clip": None, "fused": True}, "mode": "joint", "empty": {}}
     board.hparams(config, ["loss/total"])
-    board.text(3, "run/config", "a: `x`\n```\n<b>\x00")
+    board.session_text("run/config", "a: `x`\n```\n<b>\x00")
     board.scalars(1, {"loss/total": float("nan")})
     board.close()
     assert [path.is_file() for path in tmp_path.iterdir()] == [True], "no sub-runs"

@@ -209,7 +209,7 @@ def test_invalid_command_line() -> None:
 
 @pytest.mark.quick
 def test_report_and_exit_code() -> None:
-    good, doubtful, bad = ok("a", "1"), warn("long name", "2", "do this"), fail("c", "3", "do that", 65)
+    good, doubtful, bad = ok("a", "1"), warn("long name", "2", "do this"), fail("c", "3", "do that", exit_code=65)
     assert format_report([good]).splitlines() == ["  ok    a  1", "ready"]
     assert format_report([good, doubtful, bad]).splitlines() == [
         "  ok    a          1",

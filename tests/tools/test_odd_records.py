@@ -34,7 +34,7 @@ ODD: dict[str, dict[str, Any]] = {
     "step before all": {"kind": "train", "step": -3, "time": 3.0},
     "endless step": {"kind": "train", "step": 10**30, "time": 3.0},
     "norm": {"kind": "train", "step": 3, "time": 3.0, "grad_norms": ["much"]},
-    "stall": {"kind": "checkpoint", "step": 3, "time": 3.0, "stall_s": "long"},
+    "hash": {"kind": "checkpoint", "step": 3, "time": 3.0, "sha256": 5},
     "world": {**START, "world_size": "two", "kind": "resume"},
     "list": ["train", 3],  # type: ignore[dict-item]
 }

@@ -17,7 +17,6 @@ import pytest
 from mmldlm import cli, train
 from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.errors import MmldlmError
-from mmldlm.tools import verify
 from mmldlm.tools.replay import RecordedRun, advance, replay
 from mmldlm.tools.spikes import explain_main
 from tests.helpers.engine_runs import records, wait_for_step
@@ -59,7 +58,7 @@ def copies(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Copies
 
 
 def verified(capsys: pytest.CaptureFixture[str], run: Path, *options: object, code: int = 0) -> str:
-    assert verify.main([str(run), *map(str, options)]) == code, capsys.readouterr().out
+    assert cli.main(["verify", str(run), *map(str, options)]) == code, capsys.readouterr().out
     return capsys.readouterr().out
 
 
@@ -81,10 +80,10 @@ def test_a_checkpoint_alone(copies: Copies, capsys: pytest.CaptureFixture[str]) 
     run, _ = copies()
     folder = run / "checkpoints/step-00000008"
     assert verified(capsys, folder).endswith("step-00000008: verified\n")
-    assert_user_error((verify.main([str(folder), "--all"]), capsys.readouterr().err), 2, "expected a run folder")
+    assert_user_error((cli.main(["verify", str(folder), "--all"]), capsys.readouterr().err), 2, "expected a run folder")
     assert cli.main(["checkpoints", "verify", str(run)]) == 2 and "mmldlm verify" in capsys.readouterr().err
     (folder / "model.safetensors").write_bytes(b"")
-    assert_user_error((verify.main([str(folder)]), capsys.readouterr().err), 65, "model.safetensors")
+    assert_user_error((cli.main(["verify", str(folder)]), capsys.readouterr().err), 65, "model.safetensors")
 
 
 @pytest.mark.parametrize("name", FOUND_BY_HASHES)
@@ -114,7 +113,7 @@ def test_damaged_starts_are_problems(key: str, copies: Copies, capsys: pytest.Ca
         if value is None:
             del start[key]
         write_records(run, records)
-        code = verify.main([str(run), *(["--all"] if value is None else [])])
+        code = cli.main(["verify", str(run), *(["--all"] if value is None else [])])
         assert value != {"path": 5} or code in (64, 65)
         with contextlib.suppress(MmldlmError):
             explain_main([str(run), "2"])
@@ -126,7 +125,7 @@ def test_steps_that_the_run_does_not_have(
     steps: tuple[int, int], copies: Copies, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, _ = copies()
-    code = verify.main([str(run), "--from", str(steps[0]), "--to", str(steps[1])])
+    code = cli.main(["verify", str(run), "--from", str(steps[0]), "--to", str(steps[1])])
     assert_user_error((code, capsys.readouterr().err), 2, f"--from {steps[0]} --to {steps[1]}", "from 1 to 8")
 
 
@@ -147,8 +146,8 @@ def test_scratch_folders_are_new_and_only_they_are_removed(
     stretches = replay(recorded, 1, 4, launch)
     trainer, _, stop, _ = next(stretches)
     # What they print is swallowed by the replay that is going on.
-    assert verify.main([str(run), "--to", "3", "--scratch", str(folders[1])]) == 0
-    assert verify.main([str(run), "--to", "3"]) == 0
+    assert cli.main(["verify", str(run), "--to", "3", "--scratch", str(folders[1])]) == 0
+    assert cli.main(["verify", str(run), "--to", "3"]) == 0
     advance(trainer, stop)
     trainer.save(wait=True)
     assert trainer.run_dir.parent == folders[0] and not (trainer.run_dir / "tensorboard").exists()
@@ -156,7 +155,7 @@ def test_scratch_folders_are_new_and_only_they_are_removed(
     assert [[path.name for path in folder.iterdir()] for folder in folders] == [[once]] * 2
     assert all((folder / once / "precious").exists() for folder in folders)
     capsys.readouterr()
-    code = verify.main([str(run), "--all", "--scratch", str(tmp_path / "none")])
+    code = cli.main(["verify", str(run), "--all", "--scratch", str(tmp_path / "none")])
     assert_user_error((code, capsys.readouterr().err), 74, "--scratch", "none")
 
 

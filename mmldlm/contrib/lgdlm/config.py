@@ -19,8 +19,6 @@ from mmldlm.utils.nested import flatten
 from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import display_name, short_repr
 
-DAY_S = 86_400
-
 # Keys and shell variables of LGDLM by the setting that they are here. Values stay the same, unless in `VALUES`.
 OLD_NAMES = {
     "run.dir": "logging.run_name L2T_RUN_NAME",
@@ -132,8 +130,8 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _new_value(setting: str, value: Any) -> Any:
     """Return what a setting is for a value of LGDLM; None if it has no counterpart."""
-    if setting == "distributed.heartbeat_timeout_s" and isinstance(value, int) and value > DAY_S:
-        return None  # LGDLM's scripts had 138 days
+    if setting == "distributed.heartbeat_timeout_s" and isinstance(value, int) and value > 86_400:
+        return None  # more than a day: LGDLM's scripts had 138
     if isinstance(value, str) and "${" in value:  # a reference of Hydra's to another key
         return None
     values = VALUES.get(setting)

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,31 +21,15 @@ INDEX = "global_index.json"
 _INDEX_KEYS = "files, samples_per_rank, max_length or tokens: int32:2x512, and embedding_dim or latents: float32:1024"
 
 
-class RowType(NamedTuple):
-    """Data type and shape of one sample's row."""
-
-    dtype: np.dtype
-    shape: tuple[int, ...]
-
-
-class DatContents(NamedTuple):
-    """Contents of `.dat` files: samples of each, and rows of tokens, [2, L] of ids and mask or [L], and of latents."""
-
-    samples: dict[str, int]  # by name, in the order of ranks
-    tokens: RowType
-    latents: RowType
-    pad_id: int | None  # fills rows without a mask
-
-
 def read_dat(source: Path) -> Iterator[SourceSample]:
     """Yield tokens and latents of the same row, rank by rank; files that contradict the index are a `DataError`."""
     names = [path.name.removesuffix("_tokens.dat") for path in source.glob("*_tokens.dat")]
     names.sort(key=lambda name: (*map(int, re.findall(r"\d+", name)), name))  # by number: rank 10 follows rank 9
-    contents = _read_index(source / INDEX, names)
-    for name, count in contents.samples.items():
+    samples, token_row, latent_row, pad_id = _read_index(source / INDEX, names)
+    for name, count in samples.items():
         path = source / f"{name}_tokens.dat"
-        tokens = _map_rows(path, contents.tokens, count)
-        latents = _map_rows(source / f"{name}_latents.dat", contents.latents, count)
+        tokens = _map_rows(path, token_row, count)
+        latents = _map_rows(source / f"{name}_latents.dat", latent_row, count)
         if len(tokens) != len(latents):
             raise DataError(f"{path}: room for {len(tokens)} samples, but {len(latents)} of latents; expected as many")
         texts = source / f"{name}_texts.txt"
@@ -59,12 +42,16 @@ def read_dat(source: Path) -> Iterator[SourceSample]:
                     f"{texts}: {num_lines} lines, expected {count}; the latents are not those of the tokens"
                 )
         for row in range(count):
-            read = partial(_read_row, f"{name}-{row}", tokens[row], latents[row], contents.pad_id)
+            read = partial(_read_row, f"{name}-{row}", tokens[row], latents[row], pad_id)
             yield SourceSample(f"{path}: row {row}", read)
 
 
-def _read_index(path: Path, names: list[str]) -> DatContents:
-    """Return the contents of the files `names`: as LGDLM wrote them down, or with the types of other rows."""
+def _read_index(path: Path, names: list[str]) -> tuple[dict[str, int], np.dtype, np.dtype, int | None]:
+    """Return the contents of the files `names`: as LGDLM wrote them down, or with the types of other rows.
+
+    They are the number of samples by name, in the order of ranks; the rows of tokens, [2, L] of ids and mask or [L],
+    and of latents; and the id that fills rows without a mask.
+    """
     if not path.is_file():
         raise DataError(f"{path}: missing; expected a JSON object of {_INDEX_KEYS}")
     try:
@@ -72,32 +59,32 @@ def _read_index(path: Path, names: list[str]) -> DatContents:
         counts = {str(name): int(count) for name, count in zip(index["files"], index["samples_per_rank"], strict=True)}
         tokens = _row_type(index.get("tokens") or f"int32:2x{index['max_length']}")
         latents = _row_type(index.get("latents") or f"float32:{index['embedding_dim']}")
-        contents = DatContents({name: counts[name] for name in names}, tokens, latents, index.get("pad_id"))
+        samples, pad_id = {name: counts[name] for name in names}, index.get("pad_id")
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         counts = {}
     if not counts or sorted(counts) != sorted(names) or min(counts.values()) < 0:
         raise DataError(f"{path}: expected {_INDEX_KEYS}, for the files {', '.join(names)}")
-    if len(contents.tokens.shape) == 1 and not isinstance(contents.pad_id, int):
+    if tokens.ndim == 1 and not isinstance(pad_id, int):
         raise DataError(f"{path}: tokens without masks need pad_id, the id that fills their rows")
-    return contents
+    return samples, tokens, latents, pad_id
 
 
-def _row_type(text: str) -> RowType:
-    """Return the type that is written as in "int32:2x512", or raise `ValueError` or `TypeError`."""
+def _row_type(text: str) -> np.dtype:
+    """Return the type of a sample's row that is written as in "int32:2x512", or raise `ValueError` or `TypeError`."""
     name, _, sizes = text.partition(":")
-    row = RowType(np.dtype(name), tuple(int(size) for size in sizes.split("x")))
-    if row.dtype.kind not in "iuf" or min(row.shape) < 1:
+    row = np.dtype((name, tuple(int(size) for size in sizes.split("x"))))
+    if row.base.kind not in "iuf" or min(row.shape) < 1:
         raise ValueError(text)
     return row
 
 
-def _map_rows(path: Path, row: RowType, count: int) -> np.ndarray:
+def _map_rows(path: Path, row: np.dtype, count: int) -> np.ndarray:
     """Memory-map a file as [room, *row.shape]; its first `count` rows are samples."""
-    row_bytes = row.dtype.itemsize * int(np.prod(row.shape))
     size = path.stat().st_size if path.is_file() else 0
-    if not size or size % row_bytes:
-        raise DataError(f"{path}: {size} bytes, expected rows of {row.dtype} {list(row.shape)}, {row_bytes} bytes each")
-    rows = np.memmap(path, row.dtype, "r", shape=(size // row_bytes, *row.shape))
+    if not size or size % row.itemsize:
+        expected = f"rows of {row.base} {list(row.shape)}, {row.itemsize} bytes each"
+        raise DataError(f"{path}: {size} bytes, expected {expected}")
+    rows = np.memmap(path, row.base, "r", shape=(size // row.itemsize, *row.shape))
     if len(rows) < count:
         raise DataError(f"{path}: room for {len(rows)} samples, expected {count}")
     # The room behind the samples was never written, so it is zeros; anything else means that the count is too low.

@@ -24,13 +24,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.contrib.lgdlm.dat import read_dat
-from mmldlm.contrib.lgdlm.samples import (
-    Sample,
-    SourceSample,
-    check_latents,
-    read_token_archive,
-    remove_padding,
-)
+from mmldlm.contrib.lgdlm.samples import Sample, SourceSample, check_latents, read_token_archive, remove_padding
 from mmldlm.data.prepare.readers.latents import map_array
 from mmldlm.errors import DataError
 
@@ -225,18 +219,14 @@ def _json_files(source: Path) -> list[Path]:
 
 def _read_texts(source: Path) -> Iterator[SourceSample]:
     for path in _json_files(source):
-        for number, item in enumerate(_read_json_list(path), 1):
+        try:
+            items = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise DataError(f"{path}: not readable as JSON ({error})") from None
+        if not isinstance(items, list):
+            raise DataError(f"{path}: a JSON {type(items).__name__}, expected a list of samples")
+        for number, item in enumerate(items, 1):
             yield SourceSample(f"{path}:{number}", partial(_read_text, source, item))
-
-
-def _read_json_list(path: Path) -> list[Any]:
-    try:
-        items = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(items, list):
-        raise DataError(f"{path}: a JSON {type(items).__name__}, expected a list of samples")
-    return items
 
 
 def _read_text(source: Path, item: Any) -> Sample:

@@ -46,8 +46,8 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line."""
+def main(argv: list[str] | None = None) -> int:
+    """Run `mmldlm compare`; an `MmldlmError` propagates."""
     parser = argparse.ArgumentParser(
         "mmldlm compare",
         description="Compare two runs that have the same samples, noise and masks, or several such pairs over seeds. "
@@ -60,26 +60,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--at-least", type=fraction, default=0.005, metavar="X%", help="smallest difference that matters (0.5%%)")
     add("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
-    options.over_seeds = len(options.runs) > 2
-    if not options.over_seeds and not options.loss.startswith(("loss/", "accuracy/")):
+    over_seeds = len(options.runs) > 2
+    if not over_seeds and not options.loss.startswith(("loss/", "accuracy/")):
         raise UsageError(f"--loss: one pair has intervals of loss/... and accuracy/... only, found {options.loss}")
-    return options
-
-
-def _read(options: argparse.Namespace) -> Comparison:
-    """Return the comparison of two runs, or of the runs of two configs."""
     runs = [RunSummary(path) for path in options.runs]
-    groups = [RunGroup((run,)) for run in runs] if len(runs) == 2 else group_runs(runs, runs[0])
+    groups = group_runs(runs, runs[0]) if over_seeds else [RunGroup((run,)) for run in runs]
     if len(groups) != 2:
         names = ", ".join(group.title for group in groups)
         raise UsageError(f"expected two runs, or runs of two configs; found those of {len(groups)}: {names}")
-    return Comparison(groups[0], groups[1], options.over_seeds, options.steps, options.loss, options.at_least)
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm compare`; an `MmldlmError` propagates."""
-    options = _parse(argv)
-    comparison = _read(options)
+    comparison = Comparison(groups[0], groups[1], over_seeds, options.steps, options.loss, options.at_least)
     if options.json:
         print(json.dumps(replace_nonfinite(comparison.to_dict()), allow_nan=False))
     else:

@@ -1,4 +1,4 @@
-"""All alerts: when they are raised, and what to do; `python -m mmldlm.tools.monitor.alerts` prints the table."""
+"""All alerts: when they are raised, and what to do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from itertools import pairwise
 from mmldlm.errors import ExitCode
 from mmldlm.tools.monitor.snapshot import SILENT_STEPS, Snapshot, Thresholds
 from mmldlm.utils.format import human_duration
-from mmldlm.utils.nested import flatten
 
 _GIB = 2**30
 _DEFAULTS = Thresholds()
@@ -299,7 +298,7 @@ _MIRROR_CHECKPOINTS = 3
 )
 def _mirror(run: Snapshot) -> str | None:
     attempts = run.history.by_kind("mirror")
-    if not flatten(run.history.config).get("checkpoint.mirror"):
+    if not run.history.config.get("checkpoint.mirror"):
         return None
     if attempts and "error" in attempts[-1]:
         return f"not copied at step {attempts[-1]['step']}: {attempts[-1]['error']}"

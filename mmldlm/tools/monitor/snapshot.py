@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 import statistics
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 from mmldlm.settings.declaration import setting
 from mmldlm.tools.runs import RECENT_RECORDS, History, RunState
@@ -57,7 +57,7 @@ class Snapshot:
             return self.interval_s + timeout_s
         timeout_s = max(timeout_s, 2 * history.steps_per_record * step_s)
         if latest["kind"] == "heartbeat":  # the announced activity may take as long as a start, or as it usually takes
-            durations_s = history.durations_s(latest["what"])[-RECENT_RECORDS:]
+            durations_s = history.durations_s[latest["what"]][-RECENT_RECORDS:]
             usual_s = SILENT_STEPS * statistics.median(durations_s) if durations_s else self.thresholds.silent_s
             timeout_s = max(timeout_s, usual_s)
         return self.interval_s + timeout_s
@@ -100,12 +100,7 @@ class Snapshot:
     @cached_property
     def checkpoint_bytes(self) -> int:
         """Size of the newest checkpoint; 0 without one."""
-        folders = sorted((self.history.run_dir / "checkpoints").glob("step-*"))
-        return sum(map(_size, folders[-1].rglob("*"))) if folders else 0
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size if path.is_file() else 0
-    except OSError:  # the checkpoint was removed in the meantime
+        newest = max((self.history.run_dir / "checkpoints").glob("step-*"), default=None)
+        with suppress(OSError):  # it may be removed in the meantime
+            return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) if newest else 0
         return 0

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from mmldlm.tools.monitor.alerts import Alert
 from mmldlm.tools.monitor.snapshot import Snapshot
-from mmldlm.tools.report.paired import Difference, paired_difference
+from mmldlm.tools.report.paired import Difference, pairing, record_difference
 from mmldlm.tools.runs import CURVE_KINDS
 from mmldlm.utils.format import format_number, human_count, human_duration
 from mmldlm.utils.nested import replace_nonfinite
@@ -82,9 +82,11 @@ def _rows(looks: Sequence[Look]) -> RenderableType:
 
 
 def _differences_from_first(looks: Sequence[Look]) -> list[Difference | None]:
-    """Return the difference of each run's loss from that of the first, if they are paired."""
+    """Return the difference of each run's loss from that of the first, if they are paired and have common records."""
     first, *others = (run.history for run, _ in looks)
-    return [paired_difference(first, history) for history in others]
+    return [
+        record_difference(first, b, "loss/total") if pairing(first, b).startswith("paired") else None for b in others
+    ]
 
 
 def _progress(run: Snapshot) -> str:

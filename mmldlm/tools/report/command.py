@@ -57,7 +57,7 @@ def final_metrics(content: ReportContent) -> dict[str, Any]:
             run.name: {
                 "path": str(run.path.resolve()),
                 "group": group.name,
-                "seed": run.seed,
+                "seed": run.history.config.get("run.seed"),
                 "state": run.state.name,
                 "exit_code": run.state.code,
                 "cause": run.state.cause,

@@ -52,7 +52,7 @@ class RunGroup:
         """The first run of each seed: runs of equal seed are not independent. Unknown seeds count as different ones."""
         seeds: dict[str, RunSummary] = {}
         for run in self.runs:
-            seeds.setdefault(f"of {run.path}" if run.seed is None else str(run.seed), run)
+            seeds.setdefault(str(run.history.config.get("run.seed", run.path)), run)
         return seeds
 
 
@@ -120,17 +120,14 @@ class Comparison:
         return run.history.step >= min(self.max_step, run.history.total_steps or math.inf)
 
     @cached_property
-    def deciding(self) -> Difference | None:
-        """The difference that the decision is about, if there is any yet."""
-        if not self.is_over_seeds:
-            a, b = self.pairs[0]
-            return record_difference(a.history, b.history, self.loss, self.max_step)
-        return next((one for one in self.over_seeds if one.tag == self.loss), None)
-
-    @property
     def decision(self) -> Decision:
         """The decision, "open" without any difference."""
-        return "open" if self.deciding is None else self.deciding.decision(self.at_least)
+        if self.is_over_seeds:
+            difference = next((one for one in self.over_seeds if one.tag == self.loss), None)
+        else:
+            a, b = self.pairs[0]
+            difference = record_difference(a.history, b.history, self.loss, self.max_step)
+        return "open" if difference is None else difference.decision(self.at_least)
 
     @property
     def conclusion(self) -> str:
@@ -193,4 +190,4 @@ def setting_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
 
 
 def _shared_settings(run: RunSummary) -> dict[str, Any]:
-    return {key: value for key, value in run.config.items() if key not in PER_RUN_SETTINGS}
+    return {key: value for key, value in run.history.config.items() if key not in PER_RUN_SETTINGS}

@@ -14,12 +14,7 @@ from mmldlm import __version__
 from mmldlm.tools.report.comparison import Comparison, RunGroup, setting_differences
 from mmldlm.tools.report.figures import COLORS
 from mmldlm.tools.report.paired import pairing
-from mmldlm.tools.report.run_summary import (
-    BEST,
-    RunSummary,
-    better_direction,
-    is_metric_baseline,
-)
+from mmldlm.tools.report.run_summary import BEST, RunSummary, better_direction, is_metric_baseline
 from mmldlm.utils.format import format_number, human_duration
 from mmldlm.utils.intervals import CONFIDENCE
 

@@ -23,7 +23,6 @@ from mmldlm.tools.report.run_summary import better_direction
 from mmldlm.tools.runs import History
 from mmldlm.utils.format import format_number
 from mmldlm.utils.intervals import confidence_sequence, welch_half_width
-from mmldlm.utils.nested import flatten
 
 Unit = Literal["records", "pairs", "runs"]
 Decision = Literal["lower", "higher", "equal", "open"]
@@ -131,7 +130,7 @@ def pairing(a: History, b: History) -> str:
     """Return one line on what two runs have in common, by their configs and the content of their stores."""
     settings = []
     for run in (a, b):
-        config, store = flatten(run.config), run.startup.get("data_manifest")
+        config, store = run.config, run.startup.get("data_manifest")
         if not config:
             return f"not known to be paired: {run.run_dir} has no readable config.yaml"
         if store:
@@ -162,7 +161,7 @@ def record_difference(a: History, b: History, tag: str, max_step: float = math.i
     """
     is_validation = tag.startswith("validation/")
     first, second = (
-        dict(zip(*run.series(tag, "validation" if is_validation else "train")[:2], strict=True)) for run in (a, b)
+        dict(zip(*run.series(tag, "validation" if is_validation else "train"), strict=True)) for run in (a, b)
     )
     steps = [step for step in first if step <= max_step and math.isfinite(first[step] + second.get(step, math.nan))]
     steps = steps[-1:] if is_validation else steps
@@ -174,8 +173,3 @@ def record_differences(a: History, b: History, max_step: float = math.inf) -> li
     """Return the differences of all losses, accuracies and validation metrics, as `record_difference`."""
     tags = [tag for tag in a.tags() if tag.startswith(("loss/", "accuracy/", "validation/"))]
     return [one for tag in tags if (one := record_difference(a, b, tag, max_step)) is not None]
-
-
-def paired_difference(a: History, b: History) -> Difference | None:
-    """Return the difference of the total training loss if the runs are paired and have common records."""
-    return record_difference(a, b, "loss/total") if pairing(a, b).startswith("paired") else None

@@ -119,20 +119,11 @@ class RunSummary:
         record_interval_s = (self.history.step_s or 0.0) * self.history.steps_per_record
         self.state: RunState = self.history.state(stall_timeout_s=max(600.0, 10 * record_interval_s))
 
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """Settings by dotted key; empty if the file is missing or still being written."""
-        return flatten(self.history.config)
-
-    @property
-    def seed(self) -> int | None:
-        """`run.seed`; None if the config is unknown."""
-        return self.config.get("run.seed")
-
     @property
     def last_step(self) -> int:
         """Last step with a training or validation record."""
-        return max((record["step"] for record in self.history.by_kind("train", *HELD_OUT_KINDS)), default=0)
+        latest = (self.history.last(kind) for kind in ("train", *HELD_OUT_KINDS))
+        return max((record["step"] for record in latest if record), default=0)
 
     @cached_property
     def duration_s(self) -> float:
@@ -165,12 +156,11 @@ class RunSummary:
     @cached_property
     def evaluation_metrics(self) -> dict[str, float]:
         """Finite numbers of evaluation.json by dotted key, prefixed `evaluation/`; empty without the file."""
-        numbers = {
-            key: float(value)
+        return {
+            EVALUATION + key: float(value)
             for key, value in flatten(self._evaluation).items()
-            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if type(value) in (int, float) and math.isfinite(value) and key not in _NON_METRICS
         }
-        return {EVALUATION + key: value for key, value in numbers.items() if key not in _NON_METRICS}
 
     @cached_property
     def evaluation_settings(self) -> dict[str, Any]:
