@@ -171,10 +171,7 @@ class Plateau:
     """
 
     def __init__(self, schedule: ScheduleConfig, state: TrainState, warmup: int, validates: bool):
-        """Set up the schedule; `state` is updated in place.
-
-        With `validates`, `observe` gets validation losses; otherwise `observe_training_loss` gets each step's.
-        """
+        """With `validates`, `observe` gets validation losses; otherwise `observe_training_loss` gets each step's."""
         self.schedule, self.state, self.warmup, self.uses_training_loss = schedule, state, warmup, not validates
         # Number of steps over which the noisy training loss is averaged.
         self.window = max(1, min(LOSS_WINDOW, schedule.patience // 10))
