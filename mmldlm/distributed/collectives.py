@@ -102,7 +102,10 @@ class Collectives:
             return torch.stack(_all_gather(vector))
 
     def gather(self, value: Any, what: str = "exchange of start-up facts") -> list[Any]:
-        """Return the small value of every rank, by rank (collective). Values pass through JSON: tuples become lists."""
+        """Return the small value of every rank, by rank (collective).
+
+        Values pass through JSON: tuples become lists, and keys text.
+        """
         text = json.dumps(value).encode()
         if self.world_size == 1:
             return [json.loads(text)]

@@ -41,9 +41,8 @@ class ConfigLayer:
         """Read and parse the file, with the keys of this version; ConfigError if that is impossible."""
         text = read_yaml_text(path)
         # Of a run folder or a checkpoint.
-        is_record = path.name == "config.yaml" and any(
-            (path.parent / name).is_file() for name in ("startup.json", "manifest.json")
-        )
+        records = path.with_name("startup.json"), path.with_name("manifest.json")
+        is_record = path.name == "config.yaml" and any(map(Path.is_file, records))
         return cls(path, text, current(parse_mapping(text, str(path)), str(path), is_record))
 
 

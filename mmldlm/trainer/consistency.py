@@ -32,7 +32,7 @@ ABSENT = "absent"
 def fingerprint(config: RunConfig, store: Store) -> dict[str, str]:
     """Return all that determines the curves, as `config.*`, `data.*`, `version.*` and `git`, within milliseconds.
 
-    Manifests have hashes of all other files; their paths may differ between nodes.
+    Of the data these are the hashes of its manifests, not its paths, which may differ between nodes.
     """
     settings = {key: value for key, value in flat_settings(config).items() if key not in ("data.path", "data.mixture")}
     return {

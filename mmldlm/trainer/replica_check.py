@@ -53,8 +53,7 @@ class ReplicaCheck(Callback):
         if engine.world_size == 1 or not self.every or not due:
             return
         self._is_first_step, lr = False, engine.unwrapped_optimizer.param_groups[0]["lr"]
-        pairs = ((name, copy, master.to(copy.device, copy.dtype)) for name, copy, master in engine.copied_weights())
-        stale = next((name for name, copy, rounded in pairs if not torch.equal(copy, rounded)), None)
+        stale = next((name for name, copy, master in engine.copied_weights() if not _is_copy(copy, master)), None)
         names, rows = [], []
         for name, start, values in engine.network_weights():
             names.append(name)
@@ -77,6 +76,10 @@ class ReplicaCheck(Callback):
             all_prints = engine.gather_vectors(prints.flatten(), "comparison of each weight").view(-1, len(names), 2)
             worst = int(_spread(replicas, all_prints, tolerance=0.0).amax(1).argmax())
             _fail(step, f"the replicas of the weights differ, most in {names[worst]}")
+
+
+def _is_copy(copy: Tensor, master: Tensor) -> bool:
+    return torch.equal(copy, master.to(copy.device, copy.dtype))
 
 
 def _spread(replicas: Tensor, by_rank: Tensor, tolerance: float = TOLERANCE) -> Tensor:

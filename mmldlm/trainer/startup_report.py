@@ -186,7 +186,6 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     devices = sorted({rank["name"] for rank in report["ranks"]})
     versions = report["versions"]
     threads = sorted({f"{rank['threads']} a process, {rank['threads_reason']}" for rank in report["ranks"]})
-
     processes = f"{report['world_size']} process{'es' * (report['world_size'] > 1)}"
     processes += f", {report['sharding']}" if report["sharding"] else ""
 
