@@ -303,15 +303,10 @@ class RunConfig:
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), may_extend: bool = True) -> RunConfig:
-    """Load the run config from a YAML file, the files that it extends, and overrides.
+    """Load the run config from a YAML file, the files that it extends, and `key.sub=value` overrides.
 
-    Args:
-        path: Config file; None for defaults and overrides only.
-        overrides: `key.sub=value` of the command line.
-        may_extend: Allow `extends`. False for the config in a run folder, which is complete.
-
-    Raises:
-        ConfigError: One line with all unknown keys and bad values.
+    Without a `path` it has defaults and overrides only. The config in a run folder, which is complete, may not extend
+    others. All unknown keys and bad values are one `ConfigError` of one line.
     """
     return _load(path, overrides, may_extend)[0]
 

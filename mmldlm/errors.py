@@ -42,8 +42,6 @@ class MmldlmError(Exception):
 class UsageError(MmldlmError):
     """Invalid command line."""
 
-    exit_code = ExitCode.USAGE
-
 
 class ConfigError(MmldlmError):
     """Invalid key or value in the run config, or an environment that contradicts it."""

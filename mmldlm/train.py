@@ -30,15 +30,12 @@ def train(
     trainer_cls: type[Trainer] = Trainer,
     stop_at: int | None = None,
 ) -> None:
-    """Run a training to its end.
+    """Run a training to its end; StoppedBySignal if a signal, or `stop_at`, ends it early, with a checkpoint saved.
 
     Args:
         launch: Environment of this rank; read from the environment variables by default.
         trainer_cls: `Trainer`, or a subclass that overrides some of its methods.
         stop_at: Step after which to save and stop, if it is not the last.
-
-    Raises:
-        StoppedBySignal: A signal, or `stop_at`, ended the run early; a checkpoint has been saved.
     """
     with trainer_cls(config, launch) as trainer:
         trainer.stop_at = stop_at

@@ -61,13 +61,9 @@ def write_checkpoint_manifest(
 
 
 def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
-    """Read the manifest of `folder` and check size and hash of every file.
+    """Read the manifest of `folder` and check size and hash of every file; a `DataError` names one that is damaged.
 
-    Args:
-        hashes: Hash every file. False checks sizes only, for ranks other than the one that hashes.
-
-    Raises:
-        DataError: A file is missing or damaged; the message names it.
+    Without `hashes` it checks sizes only, for ranks other than the one that hashes.
     """
     try:
         body = _read(folder / MANIFEST)

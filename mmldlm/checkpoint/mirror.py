@@ -75,14 +75,9 @@ class Mirror:
     def fetch_newer(self, local: Checkpoint | None, is_chosen: bool) -> Checkpoint | None:
         """Fetch the newest intact copy, with the files of its run, if it is newer than `local`, else return `local`.
 
-        Args:
-            local: The checkpoint that the run would start from; None on an empty disk.
-            is_chosen: Whether the user wants this start, so that a newer copy is an error.
-
-        Raises:
-            ConfigError: The mirror has another run, or is ahead of a start that is chosen.
-            DataError: All copies are damaged, and the disk is empty.
-            StorageError: The mirror cannot be read, and the disk is empty.
+        `local` is the checkpoint that the run would start from, None on an empty disk. It is a `ConfigError` if the
+        mirror has another run, or is ahead of a start that the user has chosen. On an empty disk it is a `DataError` if
+        all copies are damaged, and a `StorageError` if the mirror cannot be read.
         """
         started, folder = time.monotonic(), self.run_dir / f".{CHECKPOINTS}.tmp"
         try:

@@ -100,10 +100,6 @@ class TensorGroup:
     files: int
     tensors: Mapping[str, SlicedTensor]
 
-    def file_name(self, group: str, index: int) -> str:
-        """Return the name of a file of this group."""
-        return tensor_file_name(group, index, self.files)
-
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TensorGroup:
         """Return the group whose `asdict` went through JSON, which has lists for tuples."""

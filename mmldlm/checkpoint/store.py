@@ -132,11 +132,8 @@ class CheckpointStore:
     def newest(self, repair: bool = True) -> Checkpoint | None:
         """Return the newest checkpoint that passes verification; None if the folder never had a checkpoint.
 
-        Args:
-            repair: Rename damaged checkpoints to `damaged-step-*`. False skips them, for readers of a running run.
-
-        Raises:
-            DataError: There are checkpoints, but all are damaged: only the user may decide to start over.
+        Damaged ones become `damaged-step-*`; without `repair`, for readers of a running run, they are skipped. If all
+        are damaged, it is a `DataError`: only the user may decide to start over.
         """
         vanished, paths = False, self.paths()
         for path in paths:
@@ -159,13 +156,14 @@ class CheckpointStore:
             raise DataError(f"no good checkpoint in {self.folder}, only {names}: move them away to start over")
         return None
 
-    def set_aside_after(self, step: int) -> list[Path]:
-        """Rename the checkpoints after `step` to `superseded-*` and return the new paths; -1 renames all.
+    def set_aside_after(self, step: int) -> None:
+        """Rename the checkpoints after `step` to `superseded-*`; -1 renames all.
 
         A resume from an older checkpoint needs this: otherwise `newest` would return one of the abandoned branch.
         """
-        later = [path for (saved, _), path in self._numbered().items() if saved > step]
-        return [self._set_aside(path, "superseded") for path in reversed(later)]
+        for (saved, _), path in reversed(self._numbered().items()):
+            if saved > step:
+                self._set_aside(path, "superseded")
 
     def paths(self) -> list[Path]:
         """Return all checkpoint folders, unverified, newest first."""
@@ -183,18 +181,16 @@ class CheckpointStore:
     @staticmethod
     def validation_loss(path: Path) -> float | None:
         """Return the validation loss that a checkpoint has in its manifest."""
-        loss: float | None = read_manifest(path).get("info", {}).get("validation_loss")
-        return loss
+        return read_manifest(path).get("info", {}).get("validation_loss")
 
     def _entries(self) -> list[Path]:
         return list(self.folder.iterdir()) if self.folder.is_dir() else []
 
-    def _set_aside(self, path: Path, reason: str) -> Path:
+    def _set_aside(self, path: Path, reason: str) -> None:
         target, count = path.with_name(f"{reason}-{path.name}"), 1
         while target.exists():
             target, count = path.with_name(f"{reason}-{path.name}-{count}"), count + 1
         path.rename(target)
-        return target
 
 
 def write_files(folder: Path, files: Mapping[str, FileContent]) -> dict[str, FileInfo]:

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from mmldlm.checkpoint.manifest import Checkpoint
-from mmldlm.checkpoint.slices import DTYPES, SlicedTensor
+from mmldlm.checkpoint.slices import DTYPES, SlicedTensor, tensor_file_name
 from mmldlm.errors import DataError, NumericalError, StorageError
 from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
@@ -86,25 +86,15 @@ class TensorFiles(TensorSource):
         sliced = checkpoint.tensors.get(group)
         if sliced is None:
             return None
-        files = _Files([checkpoint.path / sliced.file_name(group, index) for index in range(sliced.files)])
+        names = (tensor_file_name(group, index, sliced.files) for index in range(sliced.files))
+        files = _Files([checkpoint.path / name for name in names])
         return cls({name: (tensor, files) for name, tensor in sliced.tensors.items()})
 
     @classmethod
-    def of_files(cls, paths: Sequence[Path]) -> TensorFiles:
-        """Return the tensors of safetensors files, each of which is whole in one of them.
-
-        A file that is not safetensors, or a tensor name that occurs twice, is a `DataError`.
-        """
-        files = _Files(paths)
-        tensors: dict[str, tuple[SlicedTensor, _Files]] = {}
-        for index, path in enumerate(paths):
-            for key, dtype, shape in files.entries(index):
-                if key in tensors:
-                    raise DataError(
-                        f"{path.parent}: {display_name(key)} occurs twice, in {path.name} and in another file"
-                    )
-                tensors[key] = SlicedTensor(dtype, shape, ((0, index),)), files
-        return cls(tensors)
+    def of_file(cls, path: Path) -> TensorFiles:
+        """Return the tensors of a file; DataError if it is not safetensors."""
+        files = _Files([path])
+        return cls({name: (SlicedTensor(dtype, shape, ((0, 0),)), files) for name, dtype, shape in files.entries()})
 
     def filter(self, predicate: Callable[[str], bool]) -> TensorFiles:
         """Return the tensors whose names satisfy `predicate`."""
@@ -169,13 +159,13 @@ class _Files:
         self._paths = paths
         self._open: dict[int, Any] = {}
 
-    def entries(self, index: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Yield name, dtype and shape of every tensor in a file; DataError if it is not safetensors."""
-        file = self._get(index)
+    def entries(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+        """Yield name, dtype and shape of every tensor in the first file; DataError if it is not safetensors."""
+        file = self._get(0)
         for name in file.keys():  # noqa: SIM118 - not a mapping
             part = file.get_slice(name)
             if (dtype := part.get_dtype()) not in DTYPES:
-                raise DataError(f"{self._paths[index]}: {display_name(name)} has type {short_repr(dtype)}")
+                raise DataError(f"{self._paths[0]}: {display_name(name)} has type {short_repr(dtype)}")
             yield name, dtype, tuple(part.get_shape())
 
     def read(self, index: int, name: str, dtype: str, shape: tuple[int, ...], within: slice) -> Tensor:

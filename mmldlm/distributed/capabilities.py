@@ -43,12 +43,6 @@ def check_supported(setting: str, engine: str) -> None:
         )
 
 
-def check_comm_hook(engine: str, hook: str, device_type: str) -> None:
-    """Raise `ConfigError` if the DDP communication hook cannot exchange the gradients."""
-    if engine == DDP and hook == "bf16" and device_type != "cuda":
-        raise ConfigError("distributed.ddp.comm_hook: expected none or fp16 over gloo, found bf16 (needs NCCL)")
-
-
 def capability_table() -> str:
     """Return the table in Markdown: a row per setting, a column per engine."""
     rows = [["setting", *ALL_ENGINES], ["---", *[":-:"] * len(ALL_ENGINES)]]

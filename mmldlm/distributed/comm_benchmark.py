@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,15 +25,11 @@ def backend_version(backend: str) -> str | None:
     return ".".join(map(str, torch.cuda.nccl.version())) if backend == "nccl" else torch.__version__
 
 
-class AllReduceSpeed(NamedTuple):
-    """Latency (median time of 4 bytes) and bandwidth (bytes per second and link of a large tensor) of an all-reduce."""
+def all_reduce_speed(ranks: Collectives, device: torch.device) -> tuple[float, float]:
+    """Measure an all-reduce between several ranks (collective).
 
-    latency_us: float
-    gigabytes_per_s: float
-
-
-def all_reduce_speed(ranks: Collectives, device: torch.device) -> AllReduceSpeed:
-    """Measure an all-reduce between several ranks (collective)."""
+    Return its latency, the median time of 4 bytes, in microseconds, and the bandwidth of a link, in GB/s.
+    """
     large = _BYTES[backend_of(device.type)] // 4
     with ranks.in_collective("all-reduces to measure"):
         latency, seconds = (
@@ -42,7 +37,7 @@ def all_reduce_speed(ranks: Collectives, device: torch.device) -> AllReduceSpeed
         )
     # Bus bandwidth as in nccl-tests: this fraction of the bytes crosses each link.
     fraction = 2 * (ranks.world_size - 1) / ranks.world_size
-    return AllReduceSpeed(latency * 1e6, fraction * 4 * large / seconds / 1e9)
+    return latency * 1e6, fraction * 4 * large / seconds / 1e9
 
 
 def _all_reduce_seconds(tensor: torch.Tensor, repeats: int) -> float:

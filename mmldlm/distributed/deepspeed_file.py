@@ -156,11 +156,8 @@ class DeepSpeedFile:
 def read_deepspeed(path: str, variables: Mapping[str, str], world_size: int, local_world_size: int) -> DeepSpeedFile:
     """Return the DeepSpeed config of a launch: the file at `path`, or if that is "" the section of the accelerate file.
 
-    Args:
-        variables: Accelerate's, in which its launcher passes the section on.
-
-    Raises:
-        ConfigError: Accelerate or DeepSpeed refuse a value, DeepSpeed would ignore a key, or there is no such engine.
+    That section is in Accelerate's `variables`. It is a `ConfigError` if Accelerate or DeepSpeed refuse a value,
+    DeepSpeed would ignore a key, or there is no such engine.
     """
     name = path or SECTION
     # Without a value Accelerate would take 1.

@@ -49,11 +49,6 @@ def owners_by_size(sizes: Mapping[str, int], writers: int) -> dict[str, int]:
     return {name: writer for writer, names in enumerate(parts) for name in names}
 
 
-def with_index(device: torch.device) -> torch.device:
-    """Return `device` with its index: Accelerate gives a single process "cuda", which `set_device` does not accept."""
-    return torch.device("cuda", torch.cuda.current_device()) if str(device) == "cuda" else device
-
-
 @contextlib.contextmanager
 def follows_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[None]:
     """Have the optimizer update the parameters that replace those of equal names within the context."""
@@ -75,20 +70,19 @@ class Engine(Collectives):
     def __init__(self, accelerator: Accelerator, launch: LauncherEnv, watchdog: Watchdog | None):
         super().__init__(launch.rank, launch.world_size, watchdog)
         self.accelerator, self.launch, self.name = accelerator, launch, launch.engine
-        self.device = with_index(accelerator.device)
+        self.device = accelerator.device
+        if str(self.device) == "cuda":  # a single process's, which `set_device` does not accept without an index
+            self.device = torch.device("cuda", torch.cuda.current_device())
         self.model: nn.Module
         self.optimizer: torch.optim.Optimizer
 
     # --- training -----------------------------------------------------------------------------------------
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
-        """Wrap model and optimizer for the engine; afterwards they are `self.model` and `self.optimizer`.
+        """Wrap model, on the meta device, and optimizer; afterwards they are `self.model` and `self.optimizer`.
 
-        Args:
-            model: Model on the meta device.
-            optimizer: Optimizer of its parameters.
-            weights: Initial weights, or group "model" of a checkpoint, checked by `check_model_state`. Each rank reads
-                its part alone; a damaged file is a `DataError`.
+        `weights` are initial ones, or group "model" of a checkpoint, checked by `check_model_state`. Each rank reads
+        its part alone; a damaged file is a `DataError`.
         """
         with follows_parameters(optimizer, model):
             materialize(model, self.device)
@@ -138,11 +132,9 @@ class Engine(Collectives):
         return self._call(self.unwrapped_model, *args, **kwargs)
 
     def _call(self, network: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with (
-            self.in_collective("forward: gather of the parameters")
-            if self.shards_parameters
-            else contextlib.nullcontext()
-        ):
+        if not self.shards_parameters:
+            return network(*args, **kwargs)
+        with self.in_collective("forward: gather of the parameters"):
             return network(*args, **kwargs)
 
     def warm_up(self, loss_fn: Callable[[Callable[..., Any]], Tensor]) -> None:
@@ -181,10 +173,7 @@ class Engine(Collectives):
 
         If the gradient norm is non-finite or above `norm_limit`, no weight, moment or average changes. This is decided
         on the device without synchronizing the host, except where the optimizer is not fused. A `clip_norm` of 0
-        clips nothing.
-
-        Returns:
-            Gradient norm before clipping: [], on the device, equal on all ranks.
+        clips nothing. Return the norm before clipping: [], on the device, equal on all ranks.
         """
         if self.loss_scale is not None:
             self.loss_scale.unscale(self._parameters(), self.world_size)
@@ -341,13 +330,11 @@ class Engine(Collectives):
     def load_optimizer_state(self, tensors: Mapping[str, Tensor]) -> None:
         """Load the group "optimizer" of a checkpoint, of which each rank reads its part (after `prepare`).
 
-        Raises:
-            DataError: The entries or shapes are not exactly those of this optimizer, or a file is damaged.
+        It is a `DataError` if its entries or shapes are not exactly those of this optimizer, or a file is damaged.
         """
         load_optimizer_state(self.unwrapped_optimizer, self.unwrapped_model, tensors)
 
     def check_precision(self) -> None:
         """Assert that the optimizer updates float32 weights, whatever type the matrix products use."""
-        for group in self.unwrapped_optimizer.param_groups:
-            for parameter in group["params"]:
-                assert parameter.dtype == torch.float32, f"master weights are {parameter.dtype} under {self.name}"
+        for weights in self._master_params():
+            assert weights.dtype == torch.float32, f"master weights are {weights.dtype} under {self.name}"

@@ -40,15 +40,11 @@ class ProcessInfo:
     @classmethod
     def current(cls) -> ProcessInfo:
         """Return this process."""
-        return cls(socket.gethostname(), machine_id("pid"), os.getpid(), _stat(os.getpid())[1])
-
-    @property
-    def is_local(self) -> bool:
-        return self.machine == machine_id("pid")
+        return cls(socket.gethostname(), machine_id(), os.getpid(), _stat(os.getpid())[1])
 
     def state(self) -> Literal["", "running", "stopped", "gone"]:
         """Return the state in the kernel; "" for a process on another machine."""
-        if not self.is_local:
+        if self.machine != machine_id():
             return ""
         letter, start_time = _stat(self.pid)
         # Z: zombie, X: dead, T: stopped by a signal, t: stopped by a tracer. Another start time: the pid was reused.
@@ -75,11 +71,11 @@ def kill_processes(processes: Iterable[ProcessInfo]) -> None:
 
 
 @cache
-def machine_id(namespace: Literal["pid", "net"]) -> str:
-    """Identify a running kernel and its process or network namespace: hosts and containers may share a name."""
+def machine_id() -> str:
+    """Identify a running kernel and its process namespace: hosts and containers may share a name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {Path('/proc/self/ns', namespace).readlink()}"
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
     except OSError:
         return socket.gethostname()
 

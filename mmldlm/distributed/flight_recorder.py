@@ -62,10 +62,9 @@ def records() -> dict[str, dict[str, Any]]:
     return {name: dump for name, dump in dumps.items() if dump.get("entries")}
 
 
-def collectives(since_ns: int = 0) -> list[dict[str, Any]]:
-    """Return the recorded collectives of NCCL and gloo in the order of their calls, from `since_ns` (Unix time) on."""
+def collectives() -> list[dict[str, Any]]:
+    """Return the recorded collectives of NCCL and gloo in the order of their calls."""
     entries = [entry for record in records().values() for entry in record["entries"]]
-    entries = [entry for entry in entries if entry["time_created_ns"] >= since_ns]
     return sorted(entries, key=itemgetter("time_created_ns"))
 
 
@@ -76,7 +75,9 @@ def pending_collectives(or_latest: bool = False) -> list[str]:
     gloo collective as completed.
     """
     pending = [entry for record in records().values() for entry in record["entries"] if _is_pending(entry, record)]
-    return [_describe(entry) for entry in pending or (collectives()[-1:] if or_latest else [])]
+    described = pending or (collectives()[-1:] if or_latest else [])
+    texts = (f"{e['profiling_name']} number {e['collective_seq_id']}, sizes {e['input_sizes']}" for e in described)
+    return [truncate(text, _MAX_CHARACTERS) for text in texts]
 
 
 def write_records(folder: Path, rank: int) -> None:
@@ -113,8 +114,3 @@ def _is_pending(entry: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
     # A part of a coalesced collective has no state of its own. NCCL completes the collectives of a group in order.
     status = record["pg_status"].get(str(entry["pg_id"]), {})
     return entry["collective_seq_id"] > int(status.get("last_completed_collective", -1))
-
-
-def _describe(entry: Mapping[str, Any]) -> str:
-    text = f"{entry['profiling_name']} number {entry['collective_seq_id']}, sizes {entry['input_sizes']}"
-    return truncate(text, _MAX_CHARACTERS)

@@ -22,8 +22,8 @@ from mmldlm.distributed.grad_scaler import to_local
 from mmldlm.utils.meta_device import materialize
 
 
-def fsdp_plugin(precision: str, block_class: str) -> FullyShardedDataParallelPlugin:
-    """Return Accelerate's plugin that shards by modules of class `block_class`.
+def fsdp_plugin(precision: str) -> FullyShardedDataParallelPlugin:
+    """Return Accelerate's plugin that shards by blocks.
 
     Options that are not set here come from the launcher's FSDP_ variables. In bf16 and fp16 the gathered copies have
     that type, which halves the traffic and rounds as autocast does for each matrix. Gradients are reduced in float32,
@@ -37,7 +37,7 @@ def fsdp_plugin(precision: str, block_class: str) -> FullyShardedDataParallelPlu
     return FullyShardedDataParallelPlugin(
         fsdp_version=2,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=[block_class],
+        transformer_cls_names_to_wrap=["MMDiTBlock"],
         mixed_precision_policy=policy,
         # Each rank computes or reads its own part of the weights, and the model checkpoints its activations itself.
         cpu_ram_efficient_loading=False,

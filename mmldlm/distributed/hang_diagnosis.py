@@ -85,10 +85,7 @@ class Failure:
 def is_conclusive(peers: Mapping[int, PeerHeartbeat], counts: Mapping[int, int], window: float) -> bool:
     """Return whether more readings cannot change the diagnosis: a peer is at fault, or all have advanced.
 
-    Args:
-        peers: Latest heartbeats by rank.
-        counts: Earlier heartbeat counts by rank, or nothing.
-        window: Seconds after which an unchanged count means that a rank is silent.
+    `counts` are earlier heartbeat counts by rank, or nothing; `window` is that of `PeerHeartbeat.status`.
     """
     if any(peer.status(window) for peer in peers.values()):
         return True
@@ -108,11 +105,8 @@ def diagnose(
 ) -> Failure:
     """Return the failure of the run: the most direct evidence decides.
 
-    Args:
-        wait: The collective that this rank waits in.
-        peers: Latest heartbeats by rank; out of date if the store is unreachable.
-        window: Seconds after which an unchanged count means that a rank is silent.
-        store_unreachable: Name of the store if it does not respond, else "".
+    `wait` is this rank's, `window` that of `PeerHeartbeat.status`, and `store_unreachable` the name of the store if it
+    does not respond, else "": then the heartbeats of `peers` are out of date.
     """
     statuses = {
         kind: [peer for peer in peers.values() if peer.status(window) == kind] for kind in ("gone", "stopped", "silent")

@@ -22,8 +22,6 @@ from mmldlm.distributed.library_calls import library_call
 from mmldlm.distributed.process_group import export_settings, join_process_group, published_failures
 from mmldlm.errors import ConfigError
 
-FSDP_BLOCK_CLASS = "MMDiTBlock"  # the unit of sharding
-
 
 def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan) -> Engine:
     """Join the process group that the launcher describes and build the engine on it (collective).
@@ -44,7 +42,11 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
                 )
         with library_call(launch.source, launch.accelerate):
             accelerator = _build_accelerator(config, launch, plan, deepspeed)
-        _check_accelerator(accelerator, launch, "MULTI_GPU" if torch.cuda.is_available() else "MULTI_CPU")
+        kinds = {SINGLE: "NO", FSDP2: "FSDP", DDP: "MULTI_GPU" if torch.cuda.is_available() else "MULTI_CPU"}
+        state, expected = accelerator.state, (kinds.get(launch.engine, "DEEPSPEED"), launch.world_size, launch.rank)
+        found = state.distributed_type.name, state.num_processes, state.process_index
+        if found != expected:
+            raise ConfigError(f"engine, world size, rank: expected {expected} (launcher), found {found} (Accelerate)")
         engine = _engine_class(launch.engine)(accelerator, launch, watchdog)
         if plan.precision == "fp16":
             engine.loss_scale = LossScale(engine.device)
@@ -79,7 +81,7 @@ def _build_accelerator(
 
         state = PartialState(cpu=on_cpu, **backend)
         state.distributed_type = DistributedType.MULTI_GPU  # Accelerate knows no FSDP on CPU and would train DDP
-        plugin = fsdp_plugin(plan.precision, FSDP_BLOCK_CLASS)
+        plugin = fsdp_plugin(plan.precision)
         hybrid = ParallelismConfig(launch.replicas, launch.world_size // launch.replicas)
         parallelism = hybrid if launch.replicas > 1 else None
         return Accelerator(cpu=on_cpu, mixed_precision="no", fsdp_plugin=plugin, parallelism_config=parallelism)
@@ -98,12 +100,3 @@ def _engine_class(engine: str) -> type[Engine]:
 
         return ZeroEngine
     return Engine
-
-
-def _check_accelerator(accelerator: Accelerator, launch: LauncherEnv, ddp: str) -> None:
-    """Check that Accelerate started what the launcher requested; `ddp` is its name of DDP on this device."""
-    kind = {SINGLE: "NO", FSDP2: "FSDP", DDP: ddp}.get(launch.engine, "DEEPSPEED")
-    expected = kind, launch.world_size, launch.rank
-    state = accelerator.state
-    if (found := (state.distributed_type.name, state.num_processes, state.process_index)) != expected:
-        raise ConfigError(f"engine, world size, rank: expected {expected} (launcher), found {found} (Accelerate)")

@@ -90,11 +90,8 @@ def read_launcher_env(
     """Return the launch that `environment` describes; the accelerate file adds to it.
 
     Both files, the values of `--deepspeed_config` and `--accelerate_config`, are for launchers that set no ACCELERATE_
-    variables (torchrun, deepspeed).
-
-    Raises:
-        ConfigError: The launch would not train as it seems to (separate copies of the model, FSDP 1), or two sources
-            contradict each other.
+    variables (torchrun, deepspeed). It is a `ConfigError` if the launch would not train as it seems to (separate copies
+    of the model, FSDP 1), or two sources contradict each other.
     """
     launcher = _launcher_name(environment)
     variables = {**environment, **(_file_variables(accelerate_file, environment) if accelerate_file else {})}
@@ -146,10 +143,7 @@ def read_launcher_env(
 
 
 def read_launcher_sizes(environment: Mapping[str, str], accelerate_file: str | None = None) -> tuple[int, int, str]:
-    """Return what an estimate needs of the launch: its processes, FSDP2's replicas and its `mixed_precision`.
-
-    Errors are those of `read_launcher_env`.
-    """
+    """Return what an estimate needs of the launch: its processes, FSDP2's replicas and its `mixed_precision`."""
     variables = {**environment, **(_file_variables(accelerate_file, environment) if accelerate_file else {})}
     world_size = _read_int(variables, "WORLD_SIZE", 1)
     replicas = _read_replicas(variables, _is_true(variables, "ACCELERATE_USE_FSDP"), world_size)

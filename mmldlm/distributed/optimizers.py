@@ -186,11 +186,7 @@ class MuonAdamW(torch.optim.Optimizer):
     _step_supports_amp_scaling = False
 
     def __init__(
-        self,
-        matrices: Sequence[Tensor],
-        muon: Mapping[str, Any],
-        rest: list[dict[str, Any]],
-        adamw: Mapping[str, Any],
+        self, matrices: Sequence[Tensor], muon: Mapping[str, Any], rest: list[dict[str, Any]], adamw: Mapping[str, Any]
     ):
         """Build Muon for `matrices` and AdamW for the groups `rest`; `muon` and `adamw` are options of PyTorch's."""
         self._muon = ShardedMuon(list(matrices), adjust_lr_fn="match_rms_adamw", **muon)

@@ -87,13 +87,14 @@ def use_interface_for(address: str, environment: MutableMapping[str, str] = os.e
 def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchdog:
     """Start the default process group and a watchdog on its store (collective).
 
-    This comes before any library starts a group, which would have another timeout than `config.timeout_s`.
-
-    Raises:
-        ConfigError: This node has fewer GPUs than processes, or another program uses the port.
-        PeerLostError: The rendezvous failed or timed out.
+    This comes before any library starts a group, which would have another timeout than `config.timeout_s`. It is a
+    `ConfigError` if this node has fewer GPUs than processes, or another program uses the port, and a `PeerLostError` if
+    the rendezvous fails or times out.
     """
-    _raise_open_files_limit()
+    # With 1,024 ranks, gloo and rank 0's store need more than the usual limit of 1,024 open files.
+    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # some systems do not allow what they name as the maximum
+        resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
     device = None
     if torch.cuda.is_available():
         if launch.local_rank >= torch.cuda.device_count():
@@ -103,7 +104,6 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
     if launch.nodes > 1:
-        # By default gloo resolves the host's own name, which often leads to the loopback interface.
         use_interface_for(launch.master.rsplit(":", 1)[0])
     shortest, longest = RENDEZVOUS_TIMEOUT_S
     rendezvous_timeout = timedelta(seconds=min(longest, max(shortest, config.timeout_s)))
@@ -143,13 +143,6 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
 def _rendezvous(master: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Return the launch's store, rank and world size; rank 0 may host the store, which then lasts as long as it."""
     return next(iter(dist.rendezvous("env://", timeout=timeout)))
-
-
-def _raise_open_files_limit() -> None:
-    """Allow the most open files: with 1,024 ranks, gloo and rank 0's store need more than the usual limit of 1,024."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # some systems do not allow what they name as the maximum
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def set_group_timeouts(timeout_s: float) -> None:

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -67,12 +67,7 @@ class Watchdog:
     """
 
     def __init__(self, store: dist.Store, rank: int, world_size: int, timeout_s: float, interval_s: float = 0.5):
-        """Connect to the process group's store; `start` starts the threads.
-
-        Args:
-            timeout_s: Seconds that a collective may take.
-            interval_s: Seconds between two heartbeats.
-        """
+        """Connect to the process group's store; `start` starts the threads, which publish a heartbeat per interval."""
         self.rank, self.world_size, self.timeout_s, self.interval_s = rank, world_size, timeout_s, interval_s
         self.folder: Path | None = None  # for the exit files, once it exists
         self._address = _address(store)
@@ -157,16 +152,15 @@ class Watchdog:
     # --- the thread that talks to the store, and may block in it forever ----------------------------------
 
     def _publish_heartbeats(self) -> None:
-        with suppress(RuntimeError):
+        try:
             while not self._closed.is_set() and not self._store_closed():
                 self._sync_with_store()
                 self._wake.wait(self.interval_s)
                 self._wake.clear()
             self._sync_with_store(done=self._closed.is_set())
             self._mark_done()
-            return
-        # Only reached after an error of the store, at which `suppress` ends the loop.
-        self._store_lost = True
+        except RuntimeError:  # of the store
+            self._store_lost = True
 
     def _sync_with_store(self, done: bool = False) -> None:
         """Publish the heartbeat and a failure of ours; read the failure of the run and heartbeats of peers."""

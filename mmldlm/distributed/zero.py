@@ -41,6 +41,7 @@ T = TypeVar("T")
 class ZeroEngine(Engine):
     """A model and its optimizer in a DeepSpeed engine."""
 
+    model: Any  # DeepSpeed's engine around the network
     _norm_limit = math.inf
 
     @property
@@ -117,18 +118,13 @@ class ZeroEngine(Engine):
         optimizer._update_scale = check_norm
 
     @property
-    def deepspeed(self) -> Any:
-        """The DeepSpeed engine around the model."""
-        return self.model
-
-    @property
     def unwrapped_model(self) -> nn.Module:
-        return self.deepspeed.module
+        return self.model.module
 
     @property
     def zero_optimizer(self) -> Any:
         """DeepSpeed's ZeRO optimizer, which holds partitions, masters and overflow state."""
-        return self.deepspeed.optimizer
+        return self.model.optimizer
 
     @property
     def unwrapped_optimizer(self) -> torch.optim.Optimizer:
@@ -149,14 +145,14 @@ class ZeroEngine(Engine):
         ZeRO-1 reduces gradients with the last one, ZeRO-2 and 3 with each, since no rank holds unsharded gradients.
         """
         for index, micro_batch in enumerate(micro_batches):
-            self.deepspeed.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
+            self.model.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             yield micro_batch
 
     def backward(self, loss: Tensor) -> None:
         # DeepSpeed averages over ranks and, by default, micro-batches; this loss is a share of the step's loss.
         with self.in_collective("backward: reduction of the gradients"):
-            self.deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
-        if self.stage == 1 and self.deepspeed.is_gradient_accumulation_boundary():
+            self.model.backward(loss * self.world_size, scale_wrt_gas=False)
+        if self.stage == 1 and self.model.is_gradient_accumulation_boundary():
             # Drops gradients that are reduced, in bf16 views into the buffers of the exchange, which DeepSpeed keeps
             # until the next forward pass.
             self.zero_optimizer.clear_backward_seen_flag()
@@ -169,7 +165,7 @@ class ZeroEngine(Engine):
         self._set_lr(lr)
         self._norm_limit = norm_limit
         with self.in_collective("optimizer step: overflow, norm and new parameters"):
-            self.deepspeed.step()
+            self.model.step()
         if self.ema is not None:
             self.ema.update(is_accepted(self._norm, norm_limit), ema_decay)
         return self._norm.to(self.device, non_blocking=True)
@@ -189,9 +185,6 @@ class ZeroEngine(Engine):
             fragment, start = self._fragment(parameter)
             copy = parameter.ds_tensor if self.stage == 3 else parameter.reshape(-1)[start:]
             yield name, copy.detach()[: len(fragment)], fragment
-
-    def _master_params(self) -> list[Tensor]:
-        return self._partitions()
 
     def _sync_model_from_masters(self) -> None:
         """Round the weights that the network computes with from the masters, as DeepSpeed does after a step."""
@@ -261,7 +254,7 @@ class ZeroEngine(Engine):
         mapping = parameter._hp_mapping
         if mapping is None:  # in the partitions of other ranks alone
             return torch.empty(0), 0
-        partition, address = self._partitions()[mapping.param_group_index], mapping.hp_fragment_address
+        partition, address = self._master_params()[mapping.param_group_index], mapping.hp_fragment_address
         flat = partition if key is None else self.unwrapped_optimizer.state[partition][key]
         return flat.detach().narrow(0, address.start, address.numel), mapping.lp_fragment_address.start
 
@@ -293,7 +286,7 @@ class ZeroEngine(Engine):
             for key in keys if name not in new else ():
                 self._load_master(parameter, f"{name}/{key}", tensors, key)
 
-    def _partitions(self) -> list[Tensor]:
+    def _master_params(self) -> list[Tensor]:
         """The flat float32 partitions that the inner optimizer updates."""
         optimizer = self.zero_optimizer
         if self.stage == 3:
@@ -302,7 +295,7 @@ class ZeroEngine(Engine):
 
     def _optimizer_layout(self) -> tuple[Tensor | None, list[str]]:
         """Return the step count and the names of the moments; (None, []) before the first step."""
-        state = self.unwrapped_optimizer.state.get(self._partitions()[0], {})
+        state = self.unwrapped_optimizer.state.get(self._master_params()[0], {})
         # Moments are flat tensors; PyTorch's step count is a tensor without dimensions.
         moments = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
         if not moments:
@@ -312,7 +305,7 @@ class ZeroEngine(Engine):
     def _create_optimizer_state(self, step: Tensor, keys: Sequence[str]) -> None:
         """Create the state of the inner optimizer's first step; DeepSpeed's optimizers count steps in a number."""
         in_tensors = isinstance(self.unwrapped_optimizer, torch.optim.AdamW)
-        for partition in self._partitions():
+        for partition in self._master_params():
             state = {key: torch.zeros_like(partition) for key in keys}
             self.unwrapped_optimizer.state[partition] = {"step": step.clone() if in_tensors else int(step), **state}
         if not in_tensors:
@@ -322,13 +315,9 @@ class ZeroEngine(Engine):
     def _shape(parameter: nn.Parameter) -> torch.Size:
         return getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor between the steps
 
-    def check_precision(self) -> None:
-        for partition in self._partitions():
-            assert partition.dtype == torch.float32, f"master weights are {partition.dtype} under {self.name}"
-
     def close(self) -> None:
         if hasattr(self, "model") and not self.peer_lost:
-            self.deepspeed.destroy()
+            self.model.destroy()
         super().close()
         groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # a later start has others
 

@@ -149,18 +149,16 @@ def describe_lr(total_steps: int, optim: OptimConfig, schedule: ScheduleConfig, 
         text += f" = {optim.lr:g} x {rule} samples"
     text += f", {warmup} warmup steps, "
     floor = f" to {schedule.min_lr_ratio * peak:.4g}"
-    return (
-        text
-        + {
-            "constant": "constant",
-            "linear": "linear" + floor,
-            "cosine": "cosine" + floor,
-            "cosine_restarts": f"cosine{floor} in periods of {resolved_period(schedule, total_steps, warmup)} steps",
-            "wsd": f"constant, linear{floor} over the last {resolved_decay(schedule, total_steps, warmup)} steps",
-            "plateau": f"times {schedule.factor:g} after {schedule.patience} steps without progress, down to "
-            f"{schedule.min_lr:g}",
-        }[schedule.lr]
-    )
+    schedules = {
+        "constant": "constant",
+        "linear": "linear" + floor,
+        "cosine": "cosine" + floor,
+        "cosine_restarts": f"cosine{floor} in periods of {resolved_period(schedule, total_steps, warmup)} steps",
+        "wsd": f"constant, linear{floor} over the last {resolved_decay(schedule, total_steps, warmup)} steps",
+        "plateau": f"times {schedule.factor:g} after {schedule.patience} steps without progress, down to "
+        f"{schedule.min_lr:g}",
+    }
+    return text + schedules[schedule.lr]
 
 
 class Plateau:
@@ -171,10 +169,7 @@ class Plateau:
     """
 
     def __init__(self, schedule: ScheduleConfig, state: TrainState, warmup: int, validates: bool):
-        """Set up the schedule; `state` is updated in place.
-
-        With `validates`, `observe` gets validation losses; otherwise `observe_training_loss` gets each step's.
-        """
+        """With `validates`, `observe` gets validation losses; otherwise `observe_training_loss` gets each step's."""
         self.schedule, self.state, self.warmup, self.uses_training_loss = schedule, state, warmup, not validates
         # Number of steps over which the noisy training loss is averaged.
         self.window = max(1, min(LOSS_WINDOW, schedule.patience // 10))

@@ -24,11 +24,8 @@ def parameter_groups(
     for parameter in model.parameters():
         if parameter.requires_grad and id(parameter) not in excluded:
             (decayed if parameter.dim() >= 2 and id(parameter) not in embeddings else plain).append(parameter)
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    pairs = (decayed, weight_decay), (plain, 0.0)
+    return [{"params": parameters, "weight_decay": decay} for parameters, decay in pairs if parameters]
 
 
 def muon_matrices(model: nn.Module) -> list[nn.Parameter]:

@@ -254,6 +254,7 @@ def load_run(
     tensors = TensorFiles.open(saved, "model")
     # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
     load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
+    alignment = TensorFiles.find(saved, "alignment")
     return LoadedRun(
         folder=folder,
         config=config,
@@ -266,20 +267,8 @@ def load_run(
         weights=weights,
         has_ema=ema is not None,
         info=saved.info,
-        alignment=_read_alignment(saved, store),
+        alignment=alignment and dict(alignment),
     )
-
-
-def _read_alignment(saved: Checkpoint, store: Store) -> Mapping[str, Tensor] | None:
-    """Return the map of `mmldlm align` that a bundle has, if it has one."""
-    if (files := TensorFiles.find(saved, "alignment")) is None:
-        return None
-    size = store.manifest.latent.tokens * store.manifest.latent.channels
-    tensors = {name: files[name] for name in files}
-    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    if shapes != {"matrix": (shapes.get("matrix", [0])[0], size), "bias": (size,)}:
-        raise DataError(f"{saved.path}: alignment has {shapes}, expected matrix [D, {size}] and bias [{size}]")
-    return tensors
 
 
 def load_run_on_all_ranks(options: Namespace, processes: Collectives) -> LoadedRun:

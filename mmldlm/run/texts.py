@@ -32,7 +32,6 @@ def generate_texts(
     With `by_encoder`, candidates are chosen by the cosine of their latent by the run's encoder, on its own scale, to
     the given one. It is loaded only where there is a choice, and a run whose encoder cannot be does without.
     """
-
     if config.search and by_encoder and run.chooser is None:
         raise UsageError(f"sampling.search: expected a run whose encoder can be loaded, found {config.search}")
 

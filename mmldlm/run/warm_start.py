@@ -159,7 +159,7 @@ def _changed_modules(checkpoint: Checkpoint, config: RunConfig, store: Store) ->
 def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> Taken:
     """Return the file of `init.embeddings`, the name of its matrix, and how many elements that has."""
     (path, key), manifest = init.embeddings_tensor, store.manifest
-    files = TensorFiles.of_files([path])
+    files = TensorFiles.of_file(path)
     tables = {name: each.shape for name, each in files.meta().items() if each.ndim == 2 and each.is_floating_point()}
     if not key:
         candidates = [_EMBEDDING] if _EMBEDDING in tables else [*tables]

@@ -69,9 +69,6 @@ def require_effect(settings: Any, name: str, under: str, *values: str) -> None:
         )
 
 
-# --- settings of a dataclass ---------------------------------------------------------------------------------
-
-
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
     """Yield (dotted key, field) of every setting of `cls` and its nested dataclasses, in order of declaration."""
     hints = _type_hints(cls)
@@ -102,9 +99,6 @@ def flat_settings(settings: Any) -> dict[str, Any]:
     """Return the values of a settings dataclass as `dump` has them, by dotted key in order of declaration."""
     tree = dump(settings)
     return {key: functools.reduce(operator.getitem, key.split("."), tree) for key, _ in leaves(type(settings))}
-
-
-# --- reading back without pydantic ------------------------------------------------------------------------------
 
 
 def restore(cls: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:

@@ -45,17 +45,13 @@ def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
     tree[leaf] = parse_yaml(value, key)
 
 
-# --- mapping -> dataclass ---------------------------------------------------------------------------------
-
-
 def build(cls: type[T], tree: Mapping[str, Any]) -> T:
     """Build the dataclass `cls` from nested mappings.
 
     A `ConfigError` of one line has up to `MAX_PROBLEMS` unknown keys (and the nearest valid ones), wrong types and
     values out of bounds.
     """
-    value: T = _validate(cls, tree)
-    return value
+    return _validate(cls, tree)
 
 
 def check_partial(cls: type, tree: Mapping[str, Any]) -> None:
@@ -84,8 +80,6 @@ def type_adapter(cls: type) -> TypeAdapter[Any]:
     config = ConfigDict(extra="forbid", alias_generator=lambda name: name.rstrip("_"), strict=True, allow_inf_nan=False)
     return TypeAdapter(with_config(config)(cls))
 
-
-# --- error messages ---------------------------------------------------------------------------------------
 
 # By pydantic's type of the error: what was expected, with names of the error's context.
 _EXPECTED = {

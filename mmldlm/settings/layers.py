@@ -41,22 +41,17 @@ class ConfigLayer:
         """Read and parse the file, with the keys of this version; ConfigError if that is impossible."""
         text = read_yaml_text(path)
         # Of a run folder or a checkpoint.
-        is_record = path.name == "config.yaml" and any(
-            (path.parent / name).is_file() for name in ("startup.json", "manifest.json")
-        )
+        records = path.with_name("startup.json"), path.with_name("manifest.json")
+        is_record = path.name == "config.yaml" and any(map(Path.is_file, records))
         return cls(path, text, current(parse_mapping(text, str(path)), str(path), is_record))
 
 
 def read_layers(path: Path) -> list[ConfigLayer]:
-    """Read `path` and all files that it extends, directly or through others.
+    """Read `path` and all files that it extends, directly or through others; ConfigError if they form a cycle.
 
-    Returns:
-        The files without their `extends`, the winning ones last: each file comes after the files that it extends, and
-        the files of one list in the order of the list. A file that is reached twice is included once, at its first
-        position, so that a preset shared by two others overrides neither of them.
-
-    Raises:
-        ConfigError: The files form a cycle or cannot be read; the message names them.
+    They are without their `extends`, the winning ones last: each file comes after the files that it extends, and the
+    files of one list in the order of the list. A file that is reached twice is included once, at its first position, so
+    that a preset shared by two others overrides neither of them.
     """
     layers: dict[Path, ConfigLayer] = {}
     _read([path], layers)
@@ -87,21 +82,12 @@ def _read(chain: Sequence[Path], layers: dict[Path, ConfigLayer]) -> None:
     layers[path.resolve()] = layer
 
 
-# --- merging ------------------------------------------------------------------------------------------------
-
-
 def merge_layers(cls: type, layers: Sequence[ConfigLayer], alternatives: Sequence[str] = ()) -> dict[str, Any]:
     """Merge `layers` into one tree of settings of `cls`, in which later layers win.
 
-    Groups of settings are merged key by key; values, including maps and lists, are replaced.
-
-    Args:
-        layers: Config files as `read_layers` returns them.
-        alternatives: Keys of which a config sets one: see `drop_alternatives`.
-
-    Raises:
-        ConfigError: One of several files has an unknown key or a wrong value, even if a later file overrides it; the
-            message names the file.
+    Groups of settings are merged key by key; values, including maps and lists, are replaced. Of `alternatives` a config
+    sets one, see `drop_alternatives`. A `ConfigError` names the one of several files that has an unknown key or a wrong
+    value, even if a later file overrides it.
     """
     # A single file is checked by `build` together with the overrides.
     if len(layers) > 1:

@@ -15,7 +15,6 @@ from mmldlm.config import CONFIG_NAME, RunConfig
 from mmldlm.utils.files import fsync
 
 REWINDS_FILE = "rewinds.jsonl"
-BRANCHES_FOLDER = "branches"
 _BRANCH_FILES = ("metrics.jsonl", CONFIG_NAME, "startup.json")  # a run folder, to those who read curves
 
 
@@ -35,19 +34,13 @@ def with_rewinds(config: RunConfig) -> RunConfig:
     return replace(config, data=replace(config.data, skip_samples=left_out))
 
 
-def forget_rewinds(run_dir: Path) -> None:
-    """Set the rewinds of a run aside, since it starts over."""
-    if (run_dir / REWINDS_FILE).exists():
-        (run_dir / REWINDS_FILE).replace(run_dir / f"{REWINDS_FILE}.old")
-
-
 def leave_branch(run_dir: Path, before: int, samples: Sequence[str]) -> dict[str, Any]:
     """Make a run's next start continue before a step, without some samples, and return the rewind (as `read_rewinds`).
 
     The caller holds its lock. Curves go to `branches/`, and checkpoints since that step become `superseded-*`.
     """
     rewinds = read_rewinds(run_dir)
-    branch = run_dir / BRANCHES_FOLDER / f"{len(rewinds) + 1:02}-before-{before}"
+    branch = run_dir / "branches" / f"{len(rewinds) + 1:02}-before-{before}"
     branch.mkdir(parents=True, exist_ok=True)
     for name in _BRANCH_FILES:
         if (run_dir / name).exists():

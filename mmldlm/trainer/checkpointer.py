@@ -39,7 +39,6 @@ from mmldlm.utils.files import FileInfo, sha256
 
 log = logging.getLogger(__name__)
 
-REQUEST_FILE = "CHECKPOINT"  # in the run folder: asks for a checkpoint
 BLOCK_BYTES = 64 * 2**20  # of page-locked memory
 ALIGNMENT = 64  # bytes, of a buffer
 REQUEST_POLL_INTERVAL_S = 1.0  # since a look-up on a network file system is slow
@@ -95,7 +94,7 @@ class Checkpointer:
         self.saved_at = restored.state.step if config.resume == "auto" and restored.state.step else None
         self._info = {key: report[key] for key in PROVENANCE} | {"identity": identity(config, data)}
         self._files = metadata_files(config, data) if engine.is_main else {}
-        self._request = run_dir / REQUEST_FILE
+        self._request = run_dir / "CHECKPOINT"  # a file that asks for a checkpoint
         self._requested = False
         self._save_time = self._poll_time = time.monotonic()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
@@ -144,10 +143,8 @@ class Checkpointer:
         """Start a checkpoint of the present state, after waiting for the previous one if it is still being written.
 
         Return the checkpoints that this call completed. By its `validation_loss`, one may be kept as one of the best.
-
-        Raises:
-            StorageError: There is not enough space, or the previous checkpoint could not be written.
-            NumericalError: The previous checkpoint has non-finite numbers.
+        It is a `StorageError` if there is not enough space, or the previous checkpoint could not be written, and a
+        `NumericalError` if that has non-finite numbers.
         """
         started, engine, step = time.perf_counter(), self.engine, state.step
         asynchronous = self.config.checkpoint.async_
@@ -189,16 +186,14 @@ class Checkpointer:
         if not failed and ready < self.engine.world_size:
             return []
         # Every rank gets the same two sums, so all of them enter this collective in the same step.
-        saved = self._finish_phase()
-        return [saved] if saved is not None else []
+        return self._finish_phase()
 
     def finish(self) -> list[SavedCheckpoint]:
         """Wait for the checkpoint in progress and return it."""
+        saved: list[SavedCheckpoint] = []
         while self._pending is not None:
             saved = self._finish_phase()
-            if saved is not None:
-                return [saved]
-        return []
+        return saved
 
     def record(self, saved: Sequence[SavedCheckpoint], tracker: Tracker) -> None:
         """Log complete checkpoints, have them copied to the mirror, and log what was copied. Not collective."""
@@ -227,7 +222,7 @@ class Checkpointer:
         if self.mirror is not None:
             self.mirror.close()
 
-    def _finish_phase(self) -> SavedCheckpoint | None:
+    def _finish_phase(self) -> list[SavedCheckpoint]:
         """Wait for all ranks to finish this phase, then start the next one or return the complete checkpoint."""
         pending, engine, started = self._pending, self.engine, time.perf_counter()
         assert pending is not None
@@ -241,7 +236,7 @@ class Checkpointer:
             raise
         if pending.committing:
             self._pending, now = None, time.perf_counter()
-            return SavedCheckpoint(pending.step, result, pending.stall_s + now - started, now - pending.started)
+            return [SavedCheckpoint(pending.step, result, pending.stall_s + now - started, now - pending.started)]
         # End of phase 1: rank 0 needs size and hash of every rank's files for the manifest.
         parts = engine.gather({name: asdict(record) for name, record in result.items()}, "files of the checkpoint")
         records = {name: FileInfo(**record) for part in parts for name, record in part.items()}
@@ -254,7 +249,7 @@ class Checkpointer:
             pending.task = Future()
             pending.task.set_result(None)
         pending.stall_s += time.perf_counter() - started
-        return None
+        return []
 
     def _stage(self) -> tuple[dict[str, TensorGroup], dict[str, dict[str, Tensor]]]:
         """Copy this rank's slices to the host; return the descriptions of all tensors, and the copies, by group.

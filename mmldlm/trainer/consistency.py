@@ -12,14 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import mmldlm
 from mmldlm.config import RunConfig
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError, StorageError
 from mmldlm.settings.declaration import flat_settings
-from mmldlm.utils.files import make_folder, probe_file, wait_until_visible
+from mmldlm.utils.files import probe_file, wait_until_visible
 
 if TYPE_CHECKING:
     from mmldlm.distributed.engine import Engine
@@ -27,12 +27,24 @@ if TYPE_CHECKING:
 SHARED_FOLDER_TIMEOUT_S = 5.0
 PACKAGES = ("torch", "accelerate", "deepspeed", "numpy")
 ABSENT = "absent"
-PATH_KEYS = ("data.path", "data.mixture")
 
 
 def fingerprint(config: RunConfig, store: Store) -> dict[str, str]:
-    """Return all that determines the curves, as `config.*`, `data.*`, `version.*` and `git`, within milliseconds."""
-    return {**config_fingerprint(config), **data_fingerprint(store), **version_fingerprint()}
+    """Return all that determines the curves, as `config.*`, `data.*`, `version.*` and `git`, within milliseconds.
+
+    Of the data these are the hashes of its manifests, not its paths, which may differ between nodes.
+    """
+    settings = {key: value for key, value in flat_settings(config).items() if key not in ("data.path", "data.mixture")}
+    return {
+        **{f"config.{key}": v if isinstance(v, str) else json.dumps(v, sort_keys=True) for key, v in settings.items()},
+        "data.manifest": store.identity,
+        "data.tokenizer": str(store.manifest.tokenizer["sha256"]),
+        "version.python": platform.python_version(),
+        "version.mmldlm": mmldlm.__version__,
+        "version.code": code_hash(),
+        **{f"version.{name}": _version(name) for name in PACKAGES},
+        "git": revision(),
+    }
 
 
 def compare_ranks(engine: Engine, config: RunConfig, store: Store) -> dict[str, str]:
@@ -43,14 +55,6 @@ def compare_ranks(engine: Engine, config: RunConfig, store: Store) -> dict[str, 
         more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
         raise ConfigError("the ranks were not started alike: " + "; ".join(differences[:3]) + more)
     return fingerprints[0]
-
-
-def create_run_folder(run_dir: Path) -> None:
-    """Create the run folder, or raise `StorageError`."""
-    try:
-        make_folder(run_dir)
-    except OSError as error:
-        raise StorageError(f"run.dir: cannot create {run_dir}: {error.strerror}") from None
 
 
 @contextmanager
@@ -89,23 +93,6 @@ def check_run_folder(engine: Engine, run_dir: Path) -> None:
         )
 
 
-def config_fingerprint(config: RunConfig) -> dict[str, str]:
-    """Return every leaf of the config as `config.KEY`, except for paths of data, which may differ between nodes."""
-    return {f"config.{key}": _text(value) for key, value in flat_settings(config).items() if key not in PATH_KEYS}
-
-
-def data_fingerprint(store: Store) -> dict[str, str]:
-    """Return SHA-256 of the tokenizer and of the manifests with their shares; manifests hash all other files."""
-    return {"data.manifest": store.identity, "data.tokenizer": str(store.manifest.tokenizer["sha256"])}
-
-
-def version_fingerprint() -> dict[str, str]:
-    """Return the installed versions, without importing the packages, and the revision of the code."""
-    versions = {"version.python": platform.python_version(), "version.mmldlm": mmldlm.__version__}
-    versions["version.code"] = code_hash()
-    return {**versions, **{f"version.{name}": _version(name) for name in PACKAGES}, "git": revision()}
-
-
 def code_hash(package: Path = Path(mmldlm.__file__).parent) -> str:
     """Return the start of the SHA-256 of all sources of the package."""
     digest = hashlib.sha256()
@@ -135,10 +122,6 @@ def disagreements(fingerprints: Sequence[Mapping[str, str]]) -> list[str]:
         if rank is not None:
             lines.append(f"rank {rank}: {key} is {_short(values[rank])}, {_short(values[0])} on rank 0")
     return lines
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 
 def _version(name: str) -> str:

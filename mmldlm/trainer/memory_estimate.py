@@ -56,12 +56,8 @@ def estimate(
 ) -> Estimate:
     """Estimate the costs of one optimizer step, or raise `ConfigError` if a global batch cannot be divided evenly.
 
-    A stage is a range of steps with the same modes and batch sizes. Memory also covers the largest micro-batch of each
-    stage.
-
-    Args:
-        steps_per_stage: Number of steps at the start of each stage whose real micro-batches are tried.
-        device: "cpu" or "cuda"; by default the device of this machine.
+    A stage is a range of steps with the same modes and batch sizes. The real micro-batches of `steps_per_stage` at its
+    start are tried; memory also covers its largest one. The `device` is by default that of this machine.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     config = resolve_precision(config)
@@ -79,7 +75,9 @@ def estimate(
     starts = {*mode_stages(config.mode, config.mode_schedule), *batches}
     stages = list(pairwise([*sorted(start for start in starts if start < steps), steps]))
     if any(stop - start > steps_per_stage for start, stop in stages):  # otherwise all steps are tried, the first as is
-        tracker.init_moments(optimizer)
+        # A step without micro-batches creates the optimizer's state, so that all later steps count it.
+        tracker.allocate_gradients()
+        tracker.update(optimizer, 0.0)
     flops, samples, most_tokens, accumulates = 0.0, 0, 0, False
     for start, stop in stages:
         size = batch_at(start)

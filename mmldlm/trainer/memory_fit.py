@@ -77,7 +77,12 @@ def fit_micro_batches(
             if worst.fits:
                 break
             if len(lengths) == 1:
-                _refuse(sum(lengths), rank, worst)
+                figures = f" ({worst})" if worst.needed_mib else ""
+                raise ConfigError(
+                    f"train.auto_micro_batch: a micro-batch of one sample, of {lengths[0]} tokens, does not fit into "
+                    f"the memory of rank {rank}{figures}; try memory.activation_checkpointing=full, precision=bf16, "
+                    "shorter samples, or an engine that shards weights (fsdp2, zero3) or offloads them (zero3_offload)"
+                )
             stages[stage] = _halve(size, engine.world_size, int(totals.max()))
             key = "micro_batch_tokens" if size.micro_batch_tokens else "micro_batch_size"
             estimate = {"needed_mib": worst.needed_mib, "usable_mib": worst.usable_mib} if worst.needed_mib else {}
@@ -109,15 +114,6 @@ def _halve(size: BatchSize, world_size: int, tokens: int) -> BatchSize:
     samples = size.global_batch_size // world_size
     divisors = (micro for micro in range(size.micro_batch_size // 2, 0, -1) if samples % micro == 0)
     return replace(size, micro_batch_size=next(divisors))
-
-
-def _refuse(tokens: int, rank: int, fit: Fit) -> None:
-    figures = f" ({fit})" if fit.needed_mib else ""
-    raise ConfigError(
-        f"train.auto_micro_batch: a micro-batch of one sample, of {tokens} tokens, does not fit into the memory of "
-        f"rank {rank}{figures}; try memory.activation_checkpointing=full, precision=bf16, shorter samples, or an "
-        "engine that shards weights (fsdp2, zero3) or offloads them (zero3_offload)"
-    )
 
 
 def _assess(
@@ -155,11 +151,10 @@ def _needed_mib(
         # Of the state, gradients and in a new run both moments are allocated by the first step.
         absent = FLOAT32 * (1 if engine.unwrapped_optimizer.state else 3) * step.trained / sharding.shards / MIB
     else:
-        deepspeed = engine.deepspeed
         sharding = replace(
             sharding,
-            bucket=deepspeed.zero_reduce_bucket_size(),
-            max_gathered=deepspeed.zero_max_live_parameters() + deepspeed.zero_prefetch_bucket_size(),
+            bucket=engine.model.zero_reduce_bucket_size(),
+            max_gathered=engine.model.zero_max_live_parameters() + engine.model.zero_prefetch_bucket_size(),
             secondary_partition=engine.launch.secondary_partition,
         )
     memory = rank_memory(step, sharding)

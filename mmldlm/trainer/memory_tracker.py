@@ -121,11 +121,6 @@ class StepTracker:
         values = (value for state in optimizer.state.values() for value in state.values())
         self.costs.set_kind("moments", (value for value in values if isinstance(value, Tensor)))
 
-    def init_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """Create the optimizer's state by a step without micro-batches, so that all later steps count it."""
-        self.allocate_gradients()
-        self.update(optimizer, 0.0)
-
     def allocate_gradients(self) -> None:
         """Allocate gradients as an earlier micro-batch of the step leaves them."""
         with self._tracking("gradients"):

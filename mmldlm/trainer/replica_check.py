@@ -32,11 +32,8 @@ def _signs() -> Tensor:
 def fingerprint(name: str, start: int, values: Tensor) -> Tensor:
     """Return two projections of a part of a tensor onto fixed directions of +-1: float64 [2], on its device.
 
-    They are linear, so the fingerprint of a whole tensor is the sum of those of its shards.
-
-    Args:
-        name: Name of the tensor, of which its directions are a function.
-        start: Index in the flattened tensor of the first element of `values` [n].
+    They are linear, so the fingerprint of a whole tensor is the sum of those of its shards. The directions are a
+    function of its name; `values` [n] are its elements from index `start` on.
     """
     signs = _signs().roll(-(start + zlib.crc32(name.encode())) % PERIOD, 0).to(values.device)
     whole = len(values) // PERIOD * PERIOD
@@ -51,11 +48,7 @@ class ReplicaCheck(Callback):
         self.engine, self.every, self._is_first_step = engine, every, True
 
     def after_step(self, step: int) -> None:
-        """Compare the ranks if it is due (collective).
-
-        Raises:
-            NumericalError: They differ; the message names the step, the weight and, if known, the rank.
-        """
+        """Compare the ranks if it is due; a `NumericalError` names step, weight and, if known, rank (collective)."""
         engine, due = self.engine, self._is_first_step or (self.every > 0 and step % self.every == 0)
         if engine.world_size == 1 or not self.every or not due:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from mmldlm.run.compatibility import check_compatible, saved_ema, saved_latent_s
 from mmldlm.run.load import DESCRIPTION
 from mmldlm.run.warm_start import find_source, warm_start
 from mmldlm.settings.declaration import dump
-from mmldlm.trainer.branches import REWINDS_FILE, forget_rewinds, read_rewinds, with_rewinds
+from mmldlm.trainer.branches import REWINDS_FILE, read_rewinds, with_rewinds
 from mmldlm.trainer.setup import Components, with_latent_stats
 from mmldlm.trainer.step_guard import SKIPS_FILE
 from mmldlm.utils.progress import Progress
@@ -51,14 +52,9 @@ class RestoredRun:
 def restore_run(
     config: RunConfig, components: Components, engine: Engine, run_dir: Path
 ) -> tuple[RestoredRun, Components]:
-    """Wrap the model for the engine and restore the run (collective).
+    """Wrap the model for the engine and restore the run, or raise as `restore_checkpoint` does (collective).
 
-    Returns:
-        The state, and the components with the standardization of latents that the run has had since step 0.
-
-    Raises:
-        ConfigError: The checkpoint is beyond `train.steps` or has the state of another optimizer.
-        DataError: The checkpoint is damaged or belongs to another network, tokenizer or encoder.
+    Return the state, and the components with the standardization of latents that the run has had since step 0.
     """
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.retention)
     place = config.checkpoint.mirror if engine.is_main else ""
@@ -120,7 +116,8 @@ def _choose(config: RunConfig, store: CheckpointStore, mirror: Mirror | None) ->
             raise ConfigError(f"{run_dir}: has samples to leave out since it was fetched; run the command again")
     if resume == "never":
         store.set_aside_after(-1)
-        forget_rewinds(run_dir)
+        with suppress(FileNotFoundError):
+            (run_dir / REWINDS_FILE).replace(run_dir / f"{REWINDS_FILE}.old")
     return checkpoint
 
 

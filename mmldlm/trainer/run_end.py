@@ -53,8 +53,7 @@ class RunEnd(ExitStack):
     def end(self, error: BaseException | None, config: RunConfig, step: int) -> None:
         """Close all parts, and write `exit.json` if this run owns its folder, since launchers collapse exit codes.
 
-        Raises:
-            MmldlmError: The cause of `error`: the loss of a peer, memory that ran out, or a run folder that is gone.
+        The cause of `error` is raised if it is the loss of a peer, memory that ran out, or a run folder that is gone.
         """
         engine = self._engine
         lost: MmldlmError | None = None

@@ -17,15 +17,15 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify
 from mmldlm.diffusion.objective import Objective
-from mmldlm.distributed.capabilities import WEIGHT_SHARDING_ENGINES, check_comm_hook, check_supported, supports
+from mmldlm.distributed.capabilities import WEIGHT_SHARDING_ENGINES, check_supported, supports
 from mmldlm.distributed.deepspeed_file import StepPlan
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.exit_files import clear_exit_files
 from mmldlm.distributed.flight_recorder import set_trace_folder
 from mmldlm.distributed.init import start_engine
-from mmldlm.distributed.launch import FSDP2, LauncherEnv
+from mmldlm.distributed.launch import DDP, FSDP2, LauncherEnv
 from mmldlm.distributed.optimizers import build_optimizer, check_device
-from mmldlm.errors import ConfigError
+from mmldlm.errors import ConfigError, StorageError
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.model.compile import compile_regions
 from mmldlm.model.flops import ModelFlops
@@ -33,9 +33,9 @@ from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.run.factory import build_meta_model, build_objective, corrupt_in_loader, set_matmul_precision
 from mmldlm.telemetry.experiment_trackers import check_trackers
-from mmldlm.trainer.branches import with_rewinds
-from mmldlm.trainer.consistency import check_run_folder, compare_ranks, create_run_folder
+from mmldlm.trainer.consistency import check_run_folder, compare_ranks
 from mmldlm.trainer.run_end import RunEnd
+from mmldlm.utils.files import make_folder
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.malloc import keep_freed_memory
 from mmldlm.utils.short_repr import short_repr
@@ -56,26 +56,17 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
     It is a `ConfigError` if engine, device or number of ranks do not fit a setting, or a tracker is not installed.
     """
     config = resolve_precision(config, launch.mixed_precision)
-    check_resume(config.resume)
+    if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
+        raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {short_repr(config.resume)}")
     check_trackers(config.log.trackers)
     config.train.check_batches(launch.world_size)
     for feature in requested_features(config):
         check_supported(feature, launch.engine)
     check_device(config.optim, launch.offloads_optimizer, device_type)
-    check_comm_hook(launch.engine, config.distributed.ddp.comm_hook, device_type)
+    if (launch.engine, config.distributed.ddp.comm_hook) == (DDP, "bf16") and device_type != "cuda":
+        raise ConfigError("distributed.ddp.comm_hook: expected none or fp16 over gloo, found bf16 (needs NCCL)")
     if launch.deepspeed is not None:
         launch.deepspeed.check_ema(config.ema.decay)
-
-
-def check_resume(resume: str) -> None:
-    """Raise `ConfigError` unless `resume` is auto, never or a folder."""
-    if resume not in ("auto", "never") and not Path(resume).is_dir():
-        raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {short_repr(resume)}")
-
-
-def resolve_config(config: RunConfig, launch: LauncherEnv) -> RunConfig:
-    """Return the config of a run with its precision, and without the samples that its rewinds leave out."""
-    return resolve_precision(with_rewinds(config), launch.mixed_precision)
 
 
 def open_run(
@@ -98,7 +89,10 @@ def open_run(
     fingerprint = compare_ranks(engine, config, components.store)
     with engine.raise_on_all_ranks("opening of the run folder"):
         if engine.is_main:
-            create_run_folder(run_dir)
+            try:
+                make_folder(run_dir)
+            except OSError as error:
+                raise StorageError(f"run.dir: cannot create {run_dir}: {error.strerror}") from None
             end.enter_context(RunLock(run_dir))
             clear_exit_files(run_dir)
     check_run_folder(engine, run_dir)

@@ -27,9 +27,10 @@ class SignalRequests:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
-            # A process that is stopping ignores SIGTERM and SIGHUP, which may come in pairs, until it exits.
+            # A process that is stopping ignores SIGTERM and SIGHUP, which may come in pairs, until it exits; not by
+            # SIG_IGN, which programs that are started later would inherit.
             leaving = number in STOP_SIGNALS and handler == signal.SIG_DFL and self.stop is not None
-            signal.signal(number, _do_nothing if leaving else handler)
+            signal.signal(number, (lambda *_: None) if leaving else handler)
 
     def agree_to_stop(self) -> str:
         """Have this rank stop, since one of them has been asked to; return what has asked for it."""
@@ -43,7 +44,3 @@ class SignalRequests:
         if self.stop is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.stop = stop_reason(number)
-
-
-def _do_nothing(number: int, frame: FrameType | None) -> None:
-    """Ignore a signal; unlike SIG_IGN, programs that are started later do not inherit this."""

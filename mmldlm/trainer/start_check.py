@@ -53,11 +53,9 @@ def check_start(config: RunConfig, launch: LauncherEnv) -> None:
             lines.append(f"  clocks at most {max(clocks) - min(clocks):.1f} s apart")
             lines.append(f"  equal on all ranks: config, data, versions; one run folder: {run_dir.resolve()}")
             if launch.world_size > 1:
-                speed = all_reduce_speed(engine, device)
-                lines.append(
-                    f"  all-reduce, {backend_of(device.type)}: {speed.latency_us:,.0f} us for 4 bytes, "
-                    f"{speed.gigabytes_per_s:.2f} GB/s"
-                )
+                latency_us, speed = all_reduce_speed(engine, device)
+                backend = backend_of(device.type)
+                lines.append(f"  all-reduce, {backend}: {latency_us:,.0f} us for 4 bytes, {speed:.2f} GB/s")
             if engine.is_main:
                 print(*map(printable, lines), "ready", sep="\n", flush=True)
     finally:

@@ -114,7 +114,7 @@ def startup_report(
         "attention": engine.unwrapped_model.backend,
         "compile": components.compiled,
         "activation_checkpointing": config.memory.activation_checkpointing,
-        "optimizer": _optimizer_name(engine, config),
+        "optimizer": describe_optimizer(engine.unwrapped_optimizer),
         "ema": _describe_ema(config.ema),
         "parameters": components.parameters,
         "parameters_total": sum(components.parameters.values()),
@@ -172,16 +172,6 @@ def data_notices(config: RunConfig, store: Store, world_size: int) -> list[str]:
     return notices
 
 
-def _optimizer_name(engine: Engine, config: RunConfig) -> str:
-    """Return the implementation that the engine steps with."""
-    optimizer = engine.unwrapped_optimizer
-    name = describe_optimizer(optimizer)
-    fused = config.optim.name != "deepspeed_adam" and bool(config.optim.fused)
-    is_fused = any(group.get("fused") for group in optimizer.param_groups)
-    assert is_fused == fused, f"{name} is not the configured implementation (fused: {fused})"
-    return name
-
-
 def _describe_ema(config: EmaConfig) -> str:
     """Return the EMA settings as a line for the user."""
     if not config.decay:
@@ -196,7 +186,6 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     devices = sorted({rank["name"] for rank in report["ranks"]})
     versions = report["versions"]
     threads = sorted({f"{rank['threads']} a process, {rank['threads_reason']}" for rank in report["ranks"]})
-
     processes = f"{report['world_size']} process{'es' * (report['world_size'] > 1)}"
     processes += f", {report['sharding']}" if report["sharding"] else ""
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -50,10 +49,11 @@ class Skip:
 
 
 class StepGuard:
-    """Counter and judge of skipped steps; `file`, on rank 0, receives a record of each."""
+    """Counter and judge of skipped steps."""
 
-    def __init__(self, config: GuardConfig, state: TrainState, file: MetricsFile | None = None):
-        self.config, self.state, self.file = config, state, file
+    def __init__(self, config: GuardConfig, state: TrainState):
+        self.config, self.state = config, state
+        self.file: MetricsFile | None = None  # on rank 0: receives a record of each
 
     @property
     def norm_limit(self) -> float:
@@ -105,11 +105,6 @@ class StepGuard:
             f"step {skip.step}: {reason}; skipped in a row: {in_a_row} (guard.nonfinite: {config.nonfinite}, "
             f"guard.max_consecutive: {config.max_consecutive}); their samples are in {run_dir / SKIPS_FILE}"
         )
-
-
-def open_skips_file(run_dir: Path, step: int, resumed: bool) -> AbstractContextManager[MetricsFile]:
-    """Open the file of skipped steps; a resumed run drops records after its `step`, since it repeats those steps."""
-    return closing(MetricsFile(run_dir / SKIPS_FILE, step if resumed else None))
 
 
 def _json_float(value: float | None) -> float | str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,12 @@ from mmldlm.distributed.collectives import PendingSum
 from mmldlm.distributed.engine import Engine, is_accepted
 from mmldlm.model.flops import peak_flops
 from mmldlm.optim.lr_schedule import Plateau, resolved_warmup
+from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.telemetry.rank_times import RankTimes
 from mmldlm.telemetry.resources import memory_metrics
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.setup import Components
-from mmldlm.trainer.step_guard import Skip, StepGuard, open_skips_file
+from mmldlm.trainer.step_guard import SKIPS_FILE, Skip, StepGuard
 from mmldlm.utils.cpu import CpuTimes, cores_used_by_others, cpu_times
 
 
@@ -114,8 +115,11 @@ class StepLog:
         self.config, self.engine, self.components, self.state = config, engine, components, state
         self.tracker, self.run_dir = tracker, run_dir
         self.hosts = hosts = [rank["host"] for rank in report["ranks"]]
-        skips = open_skips_file(run_dir, state.step, tracker.resumed) if engine.is_main else nullcontext()
-        self.guard = StepGuard(config.guard, state, end.enter_context(skips))
+        self.guard = StepGuard(config.guard, state)
+        if engine.is_main:
+            # A resumed run drops records after its step, since it repeats those steps.
+            file = MetricsFile(run_dir / SKIPS_FILE, state.step if tracker.resumed else None)
+            self.guard.file = end.enter_context(closing(file))
         self.plateau = _create_plateau(config, state)
         self.rank_times = RankTimes(len(hosts)) if engine.is_main and len(hosts) > 1 else None
         self.defer_fetch = engine.device.type != "cpu"  # a CPU's numbers are read without waiting
@@ -126,12 +130,12 @@ class StepLog:
         name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
         peak = peak_flops(name, config.precision)
         self._peak_flops = None if peak is None else peak * engine.world_size
-        self._norms: list[float] = []  # of all steps since the last record
         self._clear()
         self.start_interval()
 
     def _clear(self) -> None:
-        """Clear the sums over the accepted steps since the last record."""
+        """Clear the sums over the accepted steps since the last record, and the norms of all."""
+        self._norms: list[float] = []
         self._sums: Tensor | float = 0.0
         self._counts: Tensor | float = 0.0
         self._tokens = self._samples = self._steps = 0
@@ -139,13 +143,9 @@ class StepLog:
 
     def start_interval(self, now: CpuTimes | None = None) -> None:
         """Start the time of the next record; `now` are the CPU times if they have just been read."""
-        self._data_wait_s = 0.0
+        self.data_wait_s = 0.0  # that steps have waited for their micro-batches
         self._cpu_times = now or cpu_times()
         self._start_time = time.perf_counter()
-
-    def add_data_wait(self, seconds: float) -> None:
-        """Count the time that a step has waited for its micro-batches."""
-        self._data_wait_s += seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -160,13 +160,9 @@ class StepLog:
         self._micro_batches.append((loss.detach(), sums, batch.counts, batch.sample_ids.tolist()))
 
     def end_step(self, step: int, totals: StepTotals, result: StepResult, flops: float) -> None:
-        """Complete the current step, the `step`-th, and write a record if it is due (collective).
+        """Complete the current step, the `step`-th, and write a record if it is due; raise as `fetch` (collective).
 
-        Args:
-            flops: FLOPs of the step over all ranks.
-
-        Raises:
-            NumericalError: A skipped step ends the run by the settings of `guard`.
+        `flops` are those of the step over all ranks.
         """
         scale = self._unit_scale if self.engine.loss_scale is None else self.engine.loss_scale.last_scale
         losses, sums, counts, sample_ids = zip(*self._micro_batches, strict=True)
@@ -200,10 +196,8 @@ class StepLog:
     def fetch(self) -> None:
         """Wait for the device, and count each step since the last call as accepted or skipped (collective).
 
-        Call it before reading counters, curves or the guard's state.
-
-        Raises:
-            NumericalError: A skipped step ends the run by the settings of `guard`.
+        Call it before reading counters, curves or the guard's state. It is a `NumericalError` if a skipped step ends
+        the run by the settings of `guard`.
         """
         pending, self.pending = self.pending, []
         if not pending:
@@ -275,7 +269,7 @@ class StepLog:
             "speed/tflops_per_s": self._flops / seconds / 1e12,
             **({"speed/mfu": self._flops / seconds / self._peak_flops} if self._peak_flops is not None else {}),
             "speed/step_s": seconds / self._steps,
-            "speed/data_wait_s": self._data_wait_s / self._steps,
+            "speed/data_wait_s": self.data_wait_s / self._steps,
             "data/tokens": state.tokens_seen,
             "data/tokens_per_step": self._tokens / self._steps,
             "health/skipped_steps": state.skipped_steps,
@@ -290,7 +284,6 @@ class StepLog:
         if components.skipped_samples:
             values["data/skipped_samples"] = len(components.skipped_samples)
         self.tracker.train(step, {**values, "grad_norms": self._norms})
-        self._norms = []
         self._clear()
         self.start_interval(now)
 

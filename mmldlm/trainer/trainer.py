@@ -10,15 +10,13 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.checkpoint.state import TrainState
-from mmldlm.config import RunConfig
+from mmldlm.config import RunConfig, resolve_precision
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
 from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import StoppedBySignal
@@ -27,19 +25,17 @@ from mmldlm.optim.lr_schedule import batch_scale, lr_at
 from mmldlm.run.factory import corrupt_step
 from mmldlm.telemetry.notices import Notices
 from mmldlm.telemetry.profiler import phase
+from mmldlm.trainer.branches import with_rewinds
 from mmldlm.trainer.callbacks import build_callbacks
 from mmldlm.trainer.checkpointer import Checkpointer
 from mmldlm.trainer.memory_fit import fit_run, warm_up
 from mmldlm.trainer.restore import RestoredRun, restore_run
 from mmldlm.trainer.run_end import RunEnd
-from mmldlm.trainer.setup import open_run, resolve_config
+from mmldlm.trainer.setup import open_run
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.trainer.startup_report import open_records
 from mmldlm.trainer.step_log import StepLog, StepResult, StepTotals
 from mmldlm.utils.callback import Callback
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 class Trainer:
@@ -54,7 +50,7 @@ class Trainer:
 
     def __init__(self, config: RunConfig, launch: LauncherEnv | None = None):
         self.launch = launch or read_launcher_env(os.environ)
-        self.config = resolve_config(config, self.launch)
+        self.config = resolve_precision(with_rewinds(config), self.launch.mixed_precision)
         self.run_dir = Path(config.run.dir)
         self.state = TrainState()
         self.stop_at: int | None = None
@@ -65,7 +61,7 @@ class Trainer:
 
     # --- opening and closing -------------------------------------------------------------------------------
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Trainer:
         # Imports are no garbage, and many: collections during the run need not look through them. But an earlier run of
         # this process may have left its network in cycles.
         gc.collect()
@@ -82,9 +78,7 @@ class Trainer:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self._end.end(error, self.config, self.state.step)
         finally:
@@ -127,7 +121,7 @@ class Trainer:
             if item is None:
                 break
             step, micro_batches = item
-            self.log.add_data_wait(time.perf_counter() - started)
+            self.log.data_wait_s += time.perf_counter() - started
             if self.engine.watchdog is not None:
                 self.engine.watchdog.step = step
             if self.config.model.dropout:
@@ -173,7 +167,6 @@ class Trainer:
         return StepTotals(pending, tuple(local), self.engine.world_size, samples, flops)
 
     def _flops(self, counts: Mapping[str, int] | StepTotals, samples: int) -> float:
-        """Return the FLOPs of a step with these counts."""
         latent_tokens = self.components.store.manifest.latent.tokens
         tokens, masked, pairs = counts["tokens"], counts["masked"], counts["pairs"]
         return self.components.flops.step_flops(tokens, masked, samples, latent_tokens, pairs)
@@ -248,5 +241,4 @@ class Trainer:
             self.checkpointer.finish_mirror(self.tracker)
 
     def _finish_checkpoint(self) -> None:
-        """Wait for the checkpoint in progress."""
         self.checkpointer.record(self.checkpointer.finish(), self.tracker)

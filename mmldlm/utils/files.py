@@ -58,17 +58,13 @@ def is_at(descriptor: int, path: Path) -> bool:
 @contextmanager
 def probe_file(folder: Path) -> Iterator[str]:
     """Create a small file in `folder` for the duration of the context and yield its name."""
-    name = f".token-{uuid.uuid4().hex}"
-    descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    path = folder / f".token-{uuid.uuid4().hex}"
     try:
-        try:
-            os.write(descriptor, name.encode())
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        yield name
+        path.write_text(path.name)
+        fsync(path)
+        yield path.name
     finally:
-        (folder / name).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
 
 def wait_until_visible(path: Path, timeout_s: float) -> bool:

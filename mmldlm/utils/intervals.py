@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import numpy as np
 
 CONFIDENCE = 0.95
-_NO_INTERVAL = (math.nan, math.nan)
 
 
 @dataclass(frozen=True)
@@ -24,7 +23,7 @@ class Ratio:
     """
 
     value: float
-    interval: tuple[float, float] = _NO_INTERVAL
+    interval: tuple[float, float] = (math.nan, math.nan)
     standard_error: float = math.nan
     no_interval_reason: str = ""
 

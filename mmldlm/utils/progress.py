@@ -67,12 +67,13 @@ class _Lines:
         with self._lock:
             is_due = self._clock() - self._last_line >= self._interval and not self._ended.is_set()
             if is_due and not self._in_place and (status := self._status()):
-                self._print(status)
+                self.message(status)
 
     def _status(self) -> str:
         raise NotImplementedError
 
-    def _print(self, text: str) -> None:
+    def message(self, text: str) -> None:
+        """Print permanent lines, above the one in place."""
         self._last_line = self._clock()
         print_status(text, self._stream)
 
@@ -137,7 +138,7 @@ class Progress(_Lines):
     def line(self, text: str) -> None:
         """Print a plain line, unless there is a bar."""
         if self._enabled and not self._in_place:
-            self._print(text)
+            self.message(text)
 
     def _status(self) -> str:
         done = f"{self._done:,}" if self._total is None else f"{self._done:,} of {self._total:,}"
@@ -171,7 +172,7 @@ class ProgressLine(_Lines):
         self._recent.append((step, self._clock()))
         line = self._line(step, values)
         if not self._in_place:
-            self._print(line)
+            self.message(line)
             return
         try:
             width = os.get_terminal_size(self._stream.fileno()).columns or 80
@@ -186,10 +187,6 @@ class ProgressLine(_Lines):
     def set_status(self, step: int, activity: str = "training") -> None:
         """Set the last finished step, and what the run is doing now."""
         self._step, self._activity = step, activity
-
-    def message(self, text: str) -> None:
-        """Print a permanent line, above the one in place."""
-        self._print(text)
 
     def close(self) -> None:
         """Finish a line that was updated in place."""

@@ -6,8 +6,6 @@ import reprlib
 from typing import Any
 
 _MAX_CHARS = 120  # of one value
-
-
 _REPR = reprlib.Repr()  # the first few items only, so that repetitive values stay short
 _REPR.maxlevel, _REPR.maxdict, _REPR.maxlist, _REPR.maxstring = 3, 6, 6, _MAX_CHARS
 _REPR.maxother = _REPR.maxlong = _MAX_CHARS

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.quick
 
 def read(folder, name):
     """The tensors of one file."""
-    return TensorFiles.of_files([folder / f"{name}.safetensors"])
+    return TensorFiles.of_file(folder / f"{name}.safetensors")
 
 
 class Tied(nn.Module):
@@ -200,12 +200,9 @@ def test_tensors_of_several_files_and_their_owners(tmp_path):
     tensors = {name: torch.full((2,), float(size)) for name, size in sizes.items()}
     for rank in (0, 1):
         write_tensors(tmp_path / tensor_file_name("model", rank, 2), {name: tensors[name] for name in owned[rank]})
-    paths = [tmp_path / tensor_file_name("model", rank, 2) for rank in (0, 1)]
-    files = TensorFiles.of_files(paths)
+    first, second = (TensorFiles.of_file(tmp_path / tensor_file_name("model", rank, 2)) for rank in (0, 1))
+    files = first.overlay(second)
     assert bits(files) == bits(tensors) and set(files.filter(lambda name: name < "c")) == {"a", "b"}
-    write_tensors(paths[0], tensors)
-    with pytest.raises(DataError, match="occurs twice"):
-        TensorFiles.of_files(paths)
     with pytest.raises(DataError, match="has no tensors of optimizer; it has none"):
         TensorFiles.open(Checkpoint(tmp_path, 1, {}, {}, {}), "optimizer")
 

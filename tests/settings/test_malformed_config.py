@@ -13,12 +13,14 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from mmldlm.config import RunConfig, load_config, require_paths
+from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.errors import ConfigError, ExitCode, UsageError, exit_code_and_cause
 from mmldlm.settings.declaration import dump, leaves
 from mmldlm.settings.fields import build
 from mmldlm.tools.config import config_schema
-from mmldlm.trainer.setup import check_resume, step_plan
+from mmldlm.trainer.setup import check_settings, step_plan
 
+LAUNCH = LauncherEnv("ddp", "torchrun", 0, 0, world_size=2, local_world_size=2, master="localhost:1")
 SHARED = "run: {dir: r}\nmode: &m {l2t: 1, joint: 3}\nmode_schedule: {10: *m, 20: {<<: *m, l2t: 5}}\n"
 
 MALFORMED: dict[str, tuple[str | bytes, list[str]]] = {
@@ -42,8 +44,7 @@ def outcome(path: Path | None, overrides: list[str]) -> RunConfig | None:
     try:
         config = load_config(path, overrides)
         require_paths(config, "data.path", "run.dir")
-        check_resume(config.resume)
-        config.train.check_batches(2)
+        check_settings(config, LAUNCH, "cpu")
         step_plan(config, 2)
     except (ConfigError, UsageError) as error:
         assert len(str(error).splitlines()) == 1 and len(str(error)) <= 2000, str(error)[:3000]
@@ -99,7 +100,7 @@ def test_odd_values_of_every_setting() -> None:
 @pytest.mark.quick
 def test_a_name_that_no_folder_can_have_is_no_bug() -> None:
     with pytest.raises(OSError) as caught:
-        check_resume("y" * 300)
+        check_settings(RunConfig(resume="y" * 300), LAUNCH, "cpu")
     assert exit_code_and_cause(caught.value)[0] == ExitCode.STORAGE
 
 

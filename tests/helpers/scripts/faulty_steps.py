@@ -39,7 +39,7 @@ fault: dict[str, Any] = {}  # of this rank in the step at hand
 def tensors(engine: Engine) -> Iterator[torch.Tensor]:
     """This rank's weights, masters and moments."""
     parameters = list(engine.unwrapped_model.parameters())
-    partitions = engine._partitions() if hasattr(engine, "_partitions") else []
+    partitions = engine._master_params() if engine.name.startswith("zero") else []
     yield from (getattr(parameter, "ds_tensor", parameter) for parameter in parameters)
     yield from partitions
     for owner in partitions or parameters:

@@ -35,10 +35,10 @@ def main() -> None:
         mine = value if engine.rank else "y"
         assert engine.gather(mine) == ["y", value], value
         assert engine.gather((engine.rank, (mine,))) == [[0, ["y"]], [1, [value]]]
-    for more in ({1: 2}, {1, 2}, b"x", Path("x"), torch.ones(1)):
+    for more in ({1, 2}, b"x", Path("x"), torch.ones(1)):
         try:
             engine.gather({"a": [more]})
-        except AssertionError:
+        except TypeError:
             continue
         raise SystemExit(f"{more!r} was sent")
     pickled = pickle.dumps(Canary(Path(sys.argv[1])))

@@ -162,7 +162,7 @@ def main() -> None:
     group = dist.PrefixStore("group", store)
     dist.init_process_group("gloo", store=group, rank=rank, world_size=world_size, timeout=timeout)
     if "FAR" in os.environ:
-        exit_files.machine_id = lambda namespace: f"{namespace} of machine {rank}"
+        exit_files.machine_id = lambda: f"machine {rank}"
     watchdog = Watchdog(store, rank, world_size, TIMEOUT_S)
     watchdog.start()
     watchdog.folder = FOLDER

@@ -13,8 +13,8 @@ import torch
 
 from mmldlm.config import load_config
 from mmldlm.train import train_step
+from mmldlm.trainer.callbacks import COLLECT_EVERY, ScheduledCollection
 from mmldlm.trainer.trainer import Trainer
-from mmldlm.utils.garbage import COLLECT_EVERY, ScheduledCollection
 
 
 class Cycle:
