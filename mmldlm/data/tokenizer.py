@@ -169,9 +169,6 @@ class Tokenizer:
         """SHA-256 of the `tokenizer.json` that `save` writes."""
         return hashlib.sha256(self._json.encode()).hexdigest()
 
-    def __reduce__(self) -> tuple[type, tuple[tokenizers.Tokenizer]]:
-        return Tokenizer, (self._backend,)
-
 
 def split_prefix(tokens: Sequence[int], prefix_end: int) -> tuple[list[int], list[int]]:
     """Return the prefix of a sample, with the token that ends it, and the text; [] if there is no prefix."""

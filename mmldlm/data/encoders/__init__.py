@@ -18,18 +18,6 @@ from mmldlm.data.encoders.sentence_transformers import SentenceTransformerEncode
 from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.short_repr import short_repr
 
-__all__ = [
-    "ChunkedEncoder",
-    "ImportedLatents",
-    "LatentEncoder",
-    "LearnedEncoder",
-    "LsaEncoder",
-    "SentenceTransformerEncoder",
-    "load_encoder",
-    "read_description",
-]
-
-
 _ENCODERS: dict[str, Any] = {
     encoder.kind: encoder for encoder in (LsaEncoder, LearnedEncoder, SentenceTransformerEncoder, ImportedLatents)
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -95,11 +96,6 @@ Chunk: TypeAlias = tuple[tuple[str, Part], ...]
 
 def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
     """Yield lists of 512 items, a batch size that suits tokenizers and encoders; the last may be shorter."""
-    batch: list[_T] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == _BATCH_SIZE:
-            yield batch
-            batch = []
-    if batch:
+    iterator = iter(items)
+    while batch := list(islice(iterator, _BATCH_SIZE)):
         yield batch
