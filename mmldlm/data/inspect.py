@@ -27,34 +27,23 @@ from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
 _MAX_NORM_SAMPLES = 10_000  # samples per split whose latent norms are computed
-_MAX_REPORTED = 100  # bad samples per shard
 _LENGTH_BINS = 12
 _BAR_WIDTH = 40  # characters of the longest bar
 _MAX_PRINTED = 20  # problems
-
-
-# --- info -----------------------------------------------------------------------------------------
 
 
 def info(store: Store) -> dict[str, Any]:
     """Return the manifest without its hashes, and the lengths and latent norms of the splits, as JSON values."""
     manifest = store.manifest
     fields = asdict(manifest)
-    for key in ("splits", "files", "latent"):
-        del fields[key]
-    mean = np.asarray(manifest.latent.mean)
+    del fields["files"]
+    mean = fields["latent"].pop("mean")
     return {
         "store": str(store.path),
         "identity": store.identity,
         "bytes": sum(file.bytes for _, file in manifest.all_files()),
         **fields,
-        "latent": {
-            "tokens": manifest.latent.tokens,
-            "channels": manifest.latent.channels,
-            "rms": manifest.latent.rms,
-            "max_norm": manifest.latent.max_norm,
-            "norm_of_mean": float(np.linalg.norm(mean)),
-        },
+        "latent": {**fields["latent"], "norm_of_mean": float(np.linalg.norm(mean))},
         "splits": {name: _split_info(store.split(name)) for name in manifest.splits},
     }
 
@@ -131,9 +120,6 @@ def _bars(histogram: dict[str, Any]) -> Iterator[str]:
         yield f"  {low:>6} to {low + width - 1:<6} {count:>12,}  {bar}".rstrip()
 
 
-# --- verify ---------------------------------------------------------------------------------------
-
-
 def verify_store(path: Path, threads: int | None = None, progress: Progress | None = None) -> list[str]:
     """Return a line for every damaged file and every bad sample of a store; `threads` files are read at a time.
 
@@ -151,20 +137,14 @@ def verify_store(path: Path, threads: int | None = None, progress: Progress | No
 
     def verify(item: tuple[int, int, str]) -> list[str]:
         try:
-            reasons = [sample.reason for sample in verify_item(store, item)]
+            return [sample.reason for sample in verify_item(store, item)]
         except DataError as error:
             return [str(error)]
-        if (more := len(reasons) - _MAX_REPORTED) > 0:
-            reasons[_MAX_REPORTED - 1 :] = [f"{reasons[_MAX_REPORTED - 1]} and {more} more in this shard"]
-        return reasons
 
     # Threads suffice: hashing and NumPy release the GIL.
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
         verified = (progress or Progress(False)).track(pool.map(verify, items), "shards and files", len(items))
         return [line for lines in verified for line in lines]
-
-
-# --- samples --------------------------------------------------------------------------------------
 
 
 def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int) -> Iterator[str]:
@@ -189,9 +169,6 @@ def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int
         yield f"  {text_of(index)}"
         for neighbor, cosine in neighbors_of_sample:
             yield f"  near {cosine:+.3f}, {split_name} {neighbor}: {text_of(neighbor)}"
-
-
-# --- the command ---------------------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -32,9 +32,6 @@ KINDS = frozenset({"tokens", "offsets", "latents", "characters"})  # of arrays o
 _FILES_PER_TASK = 2048  # of a thread that checks sizes
 
 
-# --- one shard ------------------------------------------------------------------------------------
-
-
 class Shard:
     """One shard of a store, with read-only arrays; accessing one raises DataError if its file contradicts the manifest.
 
@@ -126,9 +123,6 @@ def max_mapped_arrays() -> int:
     return limit // 2
 
 
-# --- one split ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Source:
     """One store folder: the only one of a `Store`, or one that contributes `share` of the samples of a mixture."""
@@ -203,8 +197,8 @@ class Split:
         if len(self.sources) == 1:
             return list(indices)
         by_source: dict[str, list[int]] = {}
-        for index, source in zip(indices, self.source_of(np.asarray(indices, np.int64)).tolist(), strict=True):
-            by_source.setdefault(self.sources[source].name, []).append(index - int(self.source_starts[source]))
+        for source, index_in_source in map(self._place, indices):
+            by_source.setdefault(source.name, []).append(index_in_source)
         return by_source
 
     def _place(self, index: int) -> tuple[Source, int]:
@@ -333,9 +327,6 @@ class SampleLengths:
         """Return the lengths of all samples; reads all offsets."""
         lengths = np.concatenate([shard.lengths() for shard in self._split.shards])
         return lengths.astype(dtype or np.int32)
-
-
-# --- the store ------------------------------------------------------------------------------------
 
 
 class Store:

@@ -42,12 +42,7 @@ class ImportedLatents:
     kind = "imported"
 
     def __init__(
-        self,
-        name: str,
-        revision: str,
-        shape: tuple[int, int],
-        channels: int | None = None,
-        normalize: bool = True,
+        self, name: str, revision: str, shape: tuple[int, int], channels: int | None = None, normalize: bool = True
     ):
         """Create from the `name` of a model and `shape` [M, C] of its latents; `revision` tells sources of them apart.
 

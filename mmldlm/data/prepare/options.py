@@ -102,10 +102,7 @@ class PrepareConfig:
     overwrite: bool = option(False, "replace an existing store, or an unfinished one of other data", recorded=False)
     processes: int = option(1, "on this machine (%(default)s)", at_least=1, recorded=False)
     cluster: str | None = option(
-        None,
-        "run the tasks on the machines of a cluster (docs/data.md)",
-        choices=("slurm", "ray"),
-        recorded=False,
+        None, "run the tasks on the machines of a cluster (docs/data.md)", choices=("slurm", "ray"), recorded=False
     )
     cluster_options: tuple[str, ...] = option(
         (), "such as partition=cpu", recorded=False, action="append", metavar="NAME=VALUE"
