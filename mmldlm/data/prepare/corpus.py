@@ -22,8 +22,8 @@ TRAIN = SPLITS.index("train")
 EXCLUDED = 255  # the split of documents that are not in the store
 # Of each document of a chunk: uint8 [n], index of its split; uint64 [n], hash of its group
 SPLITS_FILE, GROUPS_FILE = "splits.npy", "groups.npy"
-# The latents in a file to which the documents refer: int64 [k, 4], with the row of the latents, the index of the
-# document in the cache or -1 if it is a problem, the index of its source in the result of the chunk, its line.
+# The latents in a file to which the documents refer: int64 [k, 2], with the row of the latents, and the index of the
+# document in the cache, or -1 if it is a problem.
 USES_FILE = "uses.npy"
 SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alone does not determine
 _DOCUMENTS, _OFFSETS = "documents", "offsets.npy"
@@ -177,9 +177,6 @@ def assign_split(group: str, config: PrepareConfig) -> int:
 def hash64(text: str) -> int:
     """Return the hash of a text as an integer below 2^64."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-
-
-# --- all chunks -----------------------------------------------------------------------------------
 
 
 class Corpus:

@@ -21,7 +21,7 @@ from mmldlm.data.prepare.corpus import (
     hash64,
 )
 from mmldlm.data.prepare.documents import Chunk, Document, DocumentStream, Problem
-from mmldlm.data.prepare.inputs import get_reader
+from mmldlm.data.prepare.inputs import read_part
 from mmldlm.data.prepare.job import Job
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers import python_docs
@@ -45,7 +45,6 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
     config, latents = job.config, job.latents
     splits, groups, uses = bytearray(), array("Q"), array("q")
     shapes: dict[tuple[int, ...], None] = {}  # sets in the order of insertion
-    sources: dict[str, int] = {}
     origins: Counter[str] = Counter()
     first_position = 0
     if latents and latents.by_position:
@@ -61,8 +60,7 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
         for item, row in progress.track(items, DOCUMENTS):
             # Problems that refer to a row are recorded too, or the row would count as unused.
             if row is not None:
-                index = -1 if isinstance(item, Problem) else len(cache)
-                uses.extend((row, index, sources.setdefault(item.source, len(sources)), item.line))
+                uses.extend((row, -1 if isinstance(item, Problem) else len(cache)))
             if isinstance(item, Problem):
                 problems.add(item)
                 continue
@@ -76,8 +74,7 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
                 origins[item.source.split("/")[0]] += 1
         result = {"documents": len(cache), "shapes": list(shapes), "origins": origins, **problems.result()}
     if latents:
-        result["sources"] = list(sources)
-        np.save(folder / USES_FILE, np.frombuffer(uses, np.int64).reshape(-1, 4), allow_pickle=False)
+        np.save(folder / USES_FILE, np.frombuffer(uses, np.int64).reshape(-1, 2), allow_pickle=False)
     np.save(folder / SPLITS_FILE, np.frombuffer(splits, np.uint8), allow_pickle=False)
     np.save(folder / GROUPS_FILE, np.frombuffer(groups, np.uint64), allow_pickle=False)
     return result
@@ -92,7 +89,7 @@ def chunk_documents(
     """
     for format, part in chunk:
         if format:
-            yield from get_reader(format, config).read(part, config.field)  # type: ignore[arg-type]
+            yield from read_part(format, part, config)  # type: ignore[arg-type]
         else:
             yield from python_docs.read_corpus(part.path, track)
 
@@ -110,13 +107,9 @@ def complete_documents(
         yield from latents.attach(documents, first_position)
         return
     for item in documents:
-        if isinstance(item, Problem) or (item.latents is not None) == config.imports_latents:
-            yield item, None
-        elif config.imports_latents:
-            reason = "has no latent, which --encoder included requires"
-            yield item.problem("no_latent", reason), None
-        else:
-            yield replace(item, latents=None), None
+        if isinstance(item, Document) and item.latents is None and config.imports_latents:
+            item = item.problem("no_latent", "has no latent, which --encoder included requires")
+        yield item, None
 
 
 def _decode_tokens(documents: DocumentStream, tokenizer: Tokenizer) -> DocumentStream:
