@@ -182,7 +182,7 @@ def test_all_words_of_an_ordinary_corpus_are_tokens(tmp_path: Path) -> None:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mmldlm.data.prepare.pipeline", *map(str, arguments)]
+    command = [sys.executable, "-m", "mmldlm.cli", "prepare", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=TEST_TIMEOUT_S)
 
 

@@ -34,9 +34,6 @@ class Columns:
     prefix: str | None = None
 
 
-NO_COLUMNS = Columns()
-
-
 def parquet_parts(path: str, target_bytes: int) -> list[Part]:
     """Cut a Parquet file into parts of whole row groups, of about `target_bytes` uncompressed."""
     with _pyarrow_reading(path) as library, library.parquet.ParquetFile(_source(path)) as file:
@@ -44,7 +41,7 @@ def parquet_parts(path: str, target_bytes: int) -> list[Part]:
     return _join(path, [(group.num_rows, group.total_byte_size) for group in groups], target_bytes)
 
 
-def read_parquet(part: Part, field: str | None, columns: Columns = NO_COLUMNS) -> DocumentStream:
+def read_parquet(part: Part, field: str | None, columns: Columns) -> DocumentStream:
     """Yield the documents and problems of a part of a Parquet file; their `line` is the row, from 1."""
     with _pyarrow_reading(part.path) as library, library.parquet.ParquetFile(_source(part.path)) as file:
         names = _column_names(part.path, file.schema_arrow, field, columns)
@@ -59,7 +56,7 @@ def arrow_parts(path: str, target_bytes: int) -> list[Part]:
         return _join(path, ((batch.num_rows, batch.nbytes) for batch in _record_batches(path)), target_bytes)
 
 
-def read_arrow(part: Part, field: str, columns: Columns = NO_COLUMNS) -> DocumentStream:
+def read_arrow(part: Part, field: str, columns: Columns) -> DocumentStream:
     """Yield the documents and problems of a part of an Arrow file (stream or file format); their `line` is the row."""
     with _pyarrow_reading(part.path):
         yield from _documents(part, islice(_record_batches(part.path), part.start, part.stop), field, columns)
@@ -120,9 +117,6 @@ def _shards(folder: Path) -> list[Path]:
             f"{path}: the dataset was saved with an indices mapping; expected none: save it again with "
             "flatten_indices() or a newer `datasets`"
         )
-    for name in names:
-        if not (folder / name).is_file():
-            raise DataError(f"{folder / name}: missing, expected as a shard of this dataset by state.json")
     return [folder / name for name in names]
 
 
