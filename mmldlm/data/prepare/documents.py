@@ -23,7 +23,6 @@ SUFFIXES: dict[str, Format] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_BATCH_SIZE = 512
 _T = TypeVar("_T")
 ProblemKind = Literal[
     "empty", "unreadable", "invalid", "mismatch", "unencodable", "no_latent", "too_short", "too_long", "unused_latent"
@@ -97,5 +96,5 @@ Chunk: TypeAlias = tuple[tuple[str, Part], ...]
 def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
     """Yield lists of 512 items, a batch size that suits tokenizers and encoders; the last may be shorter."""
     iterator = iter(items)
-    while batch := list(islice(iterator, _BATCH_SIZE)):
+    while batch := list(islice(iterator, 512)):
         yield batch

@@ -145,9 +145,6 @@ def _training_texts(corpus: Corpus, tokenizer: Tokenizer, config: PrepareConfig)
         raise DataError("split train has no samples; expected documents of at least --min-length tokens")
 
 
-# --- imported latents -----------------------------------------------------------------------------
-
-
 def _first_latent_shape(results: list[dict[str, Any]]) -> tuple[int, int] | None:
     """Return the shape [M, C] of the first imported latents of all chunks, None if there are none."""
     return next((tuple(shape) for result in results for shape in result["shapes"]), None)

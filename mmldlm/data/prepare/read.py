@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.corpus import (
-    GROUPS_FILE,
-    SPLITS_FILE,
-    USES_FILE,
-    DocumentCacheWriter,
-    assign_split,
-    exact_group,
-    hash64,
-)
+from mmldlm.data.prepare.corpus import USES_FILE, DocumentCacheWriter
 from mmldlm.data.prepare.documents import Chunk, Document, DocumentStream, Problem
 from mmldlm.data.prepare.inputs import read_part
 from mmldlm.data.prepare.job import Job
@@ -40,10 +32,10 @@ def count_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> 
 def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
     """Read a chunk into a document cache in `folder`, with the splits and groups of its documents.
 
-    Return counts, the shapes of imported latents, and problems.
+    Return the shapes of imported latents, documents of each package of an embedded corpus, and problems.
     """
     config, latents = job.config, job.latents
-    splits, groups, uses = bytearray(), array("Q"), array("q")
+    uses = array("q")
     shapes: dict[tuple[int, ...], None] = {}  # sets in the order of insertion
     origins: Counter[str] = Counter()
     first_position = 0
@@ -54,7 +46,7 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
                 f"{latents.path}: {len(latents.rows)} latents, expected {sum(counts)}, one for each document found"
             )
         first_position = sum(counts[:chunk])
-    with DocumentCacheWriter(folder) as cache, ProblemLog(config, folder, progress.reported) as problems:
+    with DocumentCacheWriter(folder, config) as cache, ProblemLog(config, folder, progress.reported) as problems:
         documents = chunk_documents(job.plan.chunks[chunk], config, progress.track)
         items = complete_documents(documents, config, latents, first_position)
         for item, row in progress.track(items, DOCUMENTS):
@@ -64,19 +56,14 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
             if isinstance(item, Problem):
                 problems.add(item)
                 continue
-            group = exact_group(item.whole)
-            splits.append(assign_split(group, config))
-            groups.append(hash64(group))
             cache.add(item)
             if item.latents is not None:
                 shapes.setdefault(item.latents.shape)
             if config.corpus:
                 origins[item.source.split("/")[0]] += 1
-        result = {"documents": len(cache), "shapes": list(shapes), "origins": origins, **problems.result()}
+        result = {"shapes": list(shapes), "origins": origins, **problems.result()}
     if latents:
         np.save(folder / USES_FILE, np.frombuffer(uses, np.int64).reshape(-1, 2), allow_pickle=False)
-    np.save(folder / SPLITS_FILE, np.frombuffer(splits, np.uint8), allow_pickle=False)
-    np.save(folder / GROUPS_FILE, np.frombuffer(groups, np.uint64), allow_pickle=False)
     return result
 
 
