@@ -24,7 +24,6 @@ from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.errors import DataError
 from mmldlm.utils.files import file_info
 
-_MAX_HASH_THREADS = 8
 _TABLE_PARTS = {"parquet": tables.parquet_parts, "arrow": tables.arrow_parts, "datasets": tables.datasets_parts}
 
 
@@ -77,7 +76,7 @@ def describe_sources(inputs: list[tuple[str, Format]], config: PrepareConfig) ->
             raise DataError(f"{path}: no such file; expected precomputed latents, or their ids")
     if config.encoder_folder:
         more.append(config.encoder_folder)
-    with ThreadPoolExecutor(min(_MAX_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
         return list(pool.map(_describe_source, [*(path for path, _ in inputs), *map(str, more)]))
 
 

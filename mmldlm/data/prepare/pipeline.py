@@ -116,12 +116,9 @@ def _run_stages(job: Job, progress: StageProgress) -> None:
         with worker_pool(job) as run_in_pool:
             for stage in stages_of(job):
                 if missing := stage.missing(job):
-                    with progress.timed(stage.name):
-                        (run_in_pool if stage.per_chunk else run_in_process)(job, stage, missing, progress)
+                    (run_in_pool if stage.per_chunk else run_in_process)(job, stage, missing, progress)
         progress.phase("writing the store")
-        with progress.timed("merge"):
-            merge(job)
-        progress.print_times()
+        merge(job)
     except (PeerLostError, StoppedBySignal, StorageError):
         raise  # the same command continues
     except MmldlmError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -177,21 +177,17 @@ def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -
             continue
         if name not in schema.names:
             raise DataError(f"{path}: no column {name!r}, found {', '.join(map(repr, schema.names[:12])) or 'none'}")
-        column_type = _storage_type(schema.field(name).type)
+        column_type = schema.field(name).type
         if _kind(column_type) not in kinds:
             raise DataError(f"{path}: column {name!r} is {column_type}, expected {expected}")
         names.append(name)
     return names
 
 
-def _storage_type(column_type: Any) -> Any:
-    """Return the type that is stored under an extension type, such as those of `datasets`."""
-    return getattr(column_type, "storage_type", column_type)
-
-
 def _kind(column_type: Any) -> str:
     """Return what a column holds: text, integer, float, a list of these, or something else."""
-    types, column_type = pyarrow().types, _storage_type(column_type)
+    # Under extension types, such as those of `datasets`, another type is stored.
+    types, column_type = pyarrow().types, getattr(column_type, "storage_type", column_type)
     if types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type):
         return f"list of {_kind(column_type.value_type)}"
     if types.is_integer(column_type) or types.is_floating(column_type):
@@ -219,10 +215,8 @@ def _values(column: Any) -> Any:
     column = getattr(column, "storage", column)
     if _kind(column.type).startswith("list"):
         return column
-    try:
+    with suppress(UnicodeDecodeError):
         return column.to_pylist()
-    except UnicodeDecodeError:
-        pass
     values: list[Any] = []
     for scalar in column:
         try:
