@@ -152,19 +152,16 @@ def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int
     split = store.split(split_name)
     tokenizer = Tokenizer.load(store.path / "tokenizer")
     indices = np.sort(np.random.default_rng(seed).permutation(len(split))[:count])
-    # One pass over the latents for all samples.
-    neighbors_of_samples: list[list[tuple[int, float]]] = [[] for _ in indices]
-    if neighbors:
-        latents = split.gather(indices)[2]
-        neighbors_of_samples = nearest_neighbors(store, split, latents, neighbors, indices.tolist())
+    _, lengths, latents = split.gather(indices)
+    norms = np.linalg.norm(latents, axis=-1).mean(axis=1)
+    # One pass over the latents of the split for all samples.
+    near = nearest_neighbors(store, split, latents, neighbors, indices.tolist()) if neighbors else [[] for _ in indices]
 
     def text_of(index: int) -> str:
         return tokenizer.decode_batch([split.tokens(index).tolist()], keep_special=True)[0]
 
-    lengths = split.lengths[indices].tolist()
-    for index, length, neighbors_of_sample in zip(indices.tolist(), lengths, neighbors_of_samples, strict=True):
+    for index, length, norm, neighbors_of_sample in zip(indices.tolist(), lengths, norms, near, strict=True):
         characters = split.characters[index]
-        norm = np.linalg.norm(split.latents(index), axis=-1).mean()
         yield f"{split_name} {index}: {length} tokens, {characters} characters, latent norm {norm:.4g}"
         yield f"  {text_of(index)}"
         for neighbor, cosine in neighbors_of_sample:

@@ -289,8 +289,7 @@ def _stand_ins(split: Split, left_out: Sequence[str]) -> dict[int, int]:
     for index in indices:
         first, stop = next((first, stop) for _, first, stop in split.source_ranges() if first <= index < stop)
         others = (other for other in (*range(index + 1, stop), *range(first, index)) if other not in absent)
-        stand_in = next(others, None)
-        if stand_in is None:
+        if (stand_in := next(others, None)) is None:
             raise ConfigError(f"data.skip_samples: no sample is left in the store of {split.sample_name(index)}")
         stand_ins[index] = stand_in
     return stand_ins

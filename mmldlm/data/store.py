@@ -402,8 +402,6 @@ class Store:
     @cached_property
     def token_counts(self) -> np.ndarray:
         """Counts of the tokens in the training split, int64 [V]; several sources are weighted by their shares."""
-        if len(self.sources) == 1:
-            return self.sources[0].token_counts
         samples = [source.manifest.splits["train"].samples for source in self.sources]
         # Scale each source's counts from its own number of samples to its share of all samples.
         weighted = [
