@@ -171,7 +171,7 @@ def _find_unpaired(job: Job, latents: LatentFile) -> Iterator[_Misfit]:
         for row, index in np.load(job.path("read", chunk) / USES_FILE, allow_pickle=False).tolist():
             if owners[row, 0] < 0:
                 owners[row] = chunk, index
-            # A problem (-1) has been reported already and is in no store; then a row has no other uses.
+            # A problem (-1) has been reported already and is in no store, like every other use of its row.
             elif index >= 0:
                 owner_chunk, owner_index = owners[row].tolist()
                 (owner,) = cached_documents(job.path("read", owner_chunk), [owner_index])
