@@ -44,10 +44,7 @@ class TrainConfig:
     """The `train` section of a run config."""
 
     steps: int = setting(
-        1000,
-        "optimizer steps",
-        at_least=1,
-        advice="With schedule.lr other than constant, choose it at the start",
+        1000, "optimizer steps", at_least=1, advice="With schedule.lr other than constant, choose it at the start"
     )
     global_batch_size: int = setting(
         128,
@@ -143,9 +140,6 @@ class TrainConfig:
             size, micro = changes.get("global_batch_size", size), changes.get("micro_batch_size", micro)
             tokens = changes.get("micro_batch_tokens", tokens)
             yield step, size, micro, tokens
-
-
-# --- dealing --------------------------------------------------------------------------------------
 
 
 def deal(lengths: np.ndarray, size: BatchSize, world_size: int, latent_tokens: int) -> list[np.ndarray]:

@@ -27,34 +27,23 @@ from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
 _MAX_NORM_SAMPLES = 10_000  # samples per split whose latent norms are computed
-_MAX_REPORTED = 100  # bad samples per shard
 _LENGTH_BINS = 12
 _BAR_WIDTH = 40  # characters of the longest bar
 _MAX_PRINTED = 20  # problems
-
-
-# --- info -----------------------------------------------------------------------------------------
 
 
 def info(store: Store) -> dict[str, Any]:
     """Return the manifest without its hashes, and the lengths and latent norms of the splits, as JSON values."""
     manifest = store.manifest
     fields = asdict(manifest)
-    for key in ("splits", "files", "latent"):
-        del fields[key]
-    mean = np.asarray(manifest.latent.mean)
+    del fields["files"]
+    mean = fields["latent"].pop("mean")
     return {
         "store": str(store.path),
         "identity": store.identity,
         "bytes": sum(file.bytes for _, file in manifest.all_files()),
         **fields,
-        "latent": {
-            "tokens": manifest.latent.tokens,
-            "channels": manifest.latent.channels,
-            "rms": manifest.latent.rms,
-            "max_norm": manifest.latent.max_norm,
-            "norm_of_mean": float(np.linalg.norm(mean)),
-        },
+        "latent": {**fields["latent"], "norm_of_mean": float(np.linalg.norm(mean))},
         "splits": {name: _split_info(store.split(name)) for name in manifest.splits},
     }
 
@@ -131,9 +120,6 @@ def _bars(histogram: dict[str, Any]) -> Iterator[str]:
         yield f"  {low:>6} to {low + width - 1:<6} {count:>12,}  {bar}".rstrip()
 
 
-# --- verify ---------------------------------------------------------------------------------------
-
-
 def verify_store(path: Path, threads: int | None = None, progress: Progress | None = None) -> list[str]:
     """Return a line for every damaged file and every bad sample of a store; `threads` files are read at a time.
 
@@ -151,12 +137,9 @@ def verify_store(path: Path, threads: int | None = None, progress: Progress | No
 
     def verify(item: tuple[int, int, str]) -> list[str]:
         try:
-            reasons = [sample.reason for sample in verify_item(store, item)]
+            return [sample.reason for sample in verify_item(store, item)]
         except DataError as error:
             return [str(error)]
-        if (more := len(reasons) - _MAX_REPORTED) > 0:
-            reasons[_MAX_REPORTED - 1 :] = [f"{reasons[_MAX_REPORTED - 1]} and {more} more in this shard"]
-        return reasons
 
     # Threads suffice: hashing and NumPy release the GIL.
     with ThreadPoolExecutor(threads or min(8, os.cpu_count() or 1)) as pool:
@@ -164,34 +147,25 @@ def verify_store(path: Path, threads: int | None = None, progress: Progress | No
         return [line for lines in verified for line in lines]
 
 
-# --- samples --------------------------------------------------------------------------------------
-
-
 def samples(store: Store, split_name: str, count: int, seed: int, neighbors: int) -> Iterator[str]:
     """Yield lines about `count` random samples: length, latent norm, text, and texts with the nearest latents."""
     split = store.split(split_name)
     tokenizer = Tokenizer.load(store.path / "tokenizer")
     indices = np.sort(np.random.default_rng(seed).permutation(len(split))[:count])
-    # One pass over the latents for all samples.
-    neighbors_of_samples: list[list[tuple[int, float]]] = [[] for _ in indices]
-    if neighbors:
-        latents = split.gather(indices)[2]
-        neighbors_of_samples = nearest_neighbors(store, split, latents, neighbors, indices.tolist())
+    _, lengths, latents = split.gather(indices)
+    norms = np.linalg.norm(latents, axis=-1).mean(axis=1)
+    # One pass over the latents of the split for all samples.
+    near = nearest_neighbors(store, split, latents, neighbors, indices.tolist()) if neighbors else [[] for _ in indices]
 
     def text_of(index: int) -> str:
         return tokenizer.decode_batch([split.tokens(index).tolist()], keep_special=True)[0]
 
-    lengths = split.lengths[indices].tolist()
-    for index, length, neighbors_of_sample in zip(indices.tolist(), lengths, neighbors_of_samples, strict=True):
+    for index, length, norm, neighbors_of_sample in zip(indices.tolist(), lengths, norms, near, strict=True):
         characters = split.characters[index]
-        norm = np.linalg.norm(split.latents(index), axis=-1).mean()
         yield f"{split_name} {index}: {length} tokens, {characters} characters, latent norm {norm:.4g}"
         yield f"  {text_of(index)}"
         for neighbor, cosine in neighbors_of_sample:
             yield f"  near {cosine:+.3f}, {split_name} {neighbor}: {text_of(neighbor)}"
-
-
-# --- the command ---------------------------------------------------------------------------------
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 import torch
@@ -131,7 +131,6 @@ class Loader:
             # One item of the sampler is a whole step, so torch must not batch.
             batch_size=None,
             num_workers=self.num_workers,
-            collate_fn=_identity,
             worker_init_fn=ignore_signals_in_worker,
             pin_memory=config.pin_memory and device_type == "cuda",
             prefetch_factor=config.prefetch_factor if self.num_workers else None,
@@ -228,25 +227,20 @@ def collate(split: Split, samples: np.ndarray, slots: np.ndarray) -> Batch:
     )
 
 
-class _StepRequest(NamedTuple):
-    """Values that a worker needs to load a step."""
-
-    step: int
-    position: int  # of the step's first sample in the order
-    size: BatchSize
-
-
 class _StepSampler:
-    """Sampler of steps whose range may change between iterations, so that persistent workers can be reused."""
+    """Sampler of steps whose range may change between iterations, so that persistent workers can be reused.
+
+    An item is a step, the position of its first sample in the order, and its batch sizes.
+    """
 
     def begin(self, start_step: int, stop_step: int, position: int, batch_at: Callable[[int], BatchSize]) -> None:
         self.steps, self.position, self.batch_at = range(start_step, stop_step), position, batch_at
 
-    def __iter__(self) -> Iterator[_StepRequest]:
+    def __iter__(self) -> Iterator[tuple[int, int, BatchSize]]:
         position = self.position
         for step in self.steps:
             size = self.batch_at(step)
-            yield _StepRequest(step, position, size)
+            yield step, position, size
             position += size.global_batch_size
 
 
@@ -270,12 +264,13 @@ class _StepDataset(Dataset):
             lengths[places] = self.split.lengths[samples[places]]
         return samples, lengths
 
-    def __getitem__(self, request: _StepRequest) -> list[Batch] | DataError:
+    def __getitem__(self, item: tuple[int, int, BatchSize]) -> list[Batch] | DataError:
+        step, position, size = item
         try:
-            batches = self.read(request.position, request.size, self.rank)
+            batches = self.read(position, size, self.rank)
         except DataError as error:
             return error
-        return self.corrupt(request.step, request.size.global_batch_size, batches) if self.corrupt else batches
+        return self.corrupt(step, size.global_batch_size, batches) if self.corrupt else batches
 
     def read(self, position: int, size: BatchSize, rank: int) -> list[Batch]:
         try:
@@ -294,15 +289,10 @@ def _stand_ins(split: Split, left_out: Sequence[str]) -> dict[int, int]:
     for index in indices:
         first, stop = next((first, stop) for _, first, stop in split.source_ranges() if first <= index < stop)
         others = (other for other in (*range(index + 1, stop), *range(first, index)) if other not in absent)
-        stand_in = next(others, None)
-        if stand_in is None:
+        if (stand_in := next(others, None)) is None:
             raise ConfigError(f"data.skip_samples: no sample is left in the store of {split.sample_name(index)}")
         stand_ins[index] = stand_in
     return stand_ins
-
-
-def _identity(batches: list[Batch] | DataError) -> list[Batch] | DataError:
-    return batches  # instead of torch's collation, which would convert them
 
 
 def _auto_workers(device_type: str) -> int:

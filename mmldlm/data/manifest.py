@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,9 +59,8 @@ class LatentInfo:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> LatentInfo:
-        """Create from JSON values; TypeError if they do not describe latents."""
-        latent = cls(**content)
-        return replace(latent, mean=tuple(latent.mean))
+        """Create from JSON values; TypeError or KeyError if they do not describe latents."""
+        return cls(**{**content, "mean": tuple(content["mean"])})
 
     def standardize(self, latents: np.ndarray) -> np.ndarray:
         """Map latents [..., M, C] to unit root mean square (norm sqrt(C) on average), float32."""
@@ -130,10 +129,9 @@ class Manifest:
             content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON ({error}); expected the manifest of a data store") from None
-        if not isinstance(content, dict) or content.get("format") != FORMAT:
-            value = content.get("format") if isinstance(content, dict) else type(content).__name__
-            raise DataError(f"{path}: format is {value!r}, expected {FORMAT}; prepare the data again")
         try:
+            if content["format"] != FORMAT:
+                raise DataError(f"{path}: format is {content['format']!r}, expected {FORMAT}; prepare the data again")
             nested = {
                 "latent": LatentInfo.from_json(content["latent"]),
                 "splits": {

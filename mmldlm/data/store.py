@@ -32,9 +32,6 @@ KINDS = frozenset({"tokens", "offsets", "latents", "characters"})  # of arrays o
 _FILES_PER_TASK = 2048  # of a thread that checks sizes
 
 
-# --- one shard ------------------------------------------------------------------------------------
-
-
 class Shard:
     """One shard of a store, with read-only arrays; accessing one raises DataError if its file contradicts the manifest.
 
@@ -126,9 +123,6 @@ def max_mapped_arrays() -> int:
     return limit // 2
 
 
-# --- one split ------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Source:
     """One store folder: the only one of a `Store`, or one that contributes `share` of the samples of a mixture."""
@@ -203,8 +197,8 @@ class Split:
         if len(self.sources) == 1:
             return list(indices)
         by_source: dict[str, list[int]] = {}
-        for index, source in zip(indices, self.source_of(np.asarray(indices, np.int64)).tolist(), strict=True):
-            by_source.setdefault(self.sources[source].name, []).append(index - int(self.source_starts[source]))
+        for source, index_in_source in map(self._place, indices):
+            by_source.setdefault(source.name, []).append(index_in_source)
         return by_source
 
     def _place(self, index: int) -> tuple[Source, int]:
@@ -335,9 +329,6 @@ class SampleLengths:
         return lengths.astype(dtype or np.int32)
 
 
-# --- the store ------------------------------------------------------------------------------------
-
-
 class Store:
     """An opened store: one source folder, or several compatible ones under one manifest (`mixture.open_data`)."""
 
@@ -411,8 +402,6 @@ class Store:
     @cached_property
     def token_counts(self) -> np.ndarray:
         """Counts of the tokens in the training split, int64 [V]; several sources are weighted by their shares."""
-        if len(self.sources) == 1:
-            return self.sources[0].token_counts
         samples = [source.manifest.splits["train"].samples for source in self.sources]
         # Scale each source's counts from its own number of samples to its share of all samples.
         weighted = [

@@ -101,9 +101,8 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{file}: not a readable tokenizer.json ({_one_line(error)})") from None
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path) -> None:
         """Write `tokenizer.json`, and the config that transformers' AutoTokenizer needs to load the folder."""
-        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         config = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -120,6 +119,15 @@ class Tokenizer:
         """Return the ids of each text, without special tokens; DataError if the vocabulary cannot spell a text."""
         with _reporting_unknown_characters():
             return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def encode_each(self, texts: Sequence[str]) -> list[list[int] | DataError]:
+        """Return the ids of each text as `encode_batch`, or the error where the vocabulary cannot spell it."""
+        try:
+            return [*self.encode_batch(texts)]
+        except DataError as error:
+            if len(texts) == 1:
+                return [error]
+            return [ids for text in texts for ids in self.encode_each([text])]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         """Return ids like `encode_batch`, and the range [start, stop) of characters of `text` that each id spells."""
@@ -168,9 +176,6 @@ class Tokenizer:
     def identity(self) -> str:
         """SHA-256 of the `tokenizer.json` that `save` writes."""
         return hashlib.sha256(self._json.encode()).hexdigest()
-
-    def __reduce__(self) -> tuple[type, tuple[tokenizers.Tokenizer]]:
-        return Tokenizer, (self._backend,)
 
 
 def split_prefix(tokens: Sequence[int], prefix_end: int) -> tuple[list[int], list[int]]:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -36,9 +35,6 @@ from mmldlm.utils.files import FileInfo, file_info, fsync
 
 TOKEN_COUNTS = "token_counts.npy"
 _BLOCK_VALUES = 1 << 22  # of a block of rows: 32 MiB in float64
-
-
-# --- shards ---------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -248,9 +244,6 @@ def latent_info(contents: Contents, latent_tokens: int, squares: Sequence[float]
     return LatentInfo(latent_tokens, channels, tuple(mean.tolist()), rms, float(np.sqrt(largest)) / rms)
 
 
-# --- the store ------------------------------------------------------------------------------------
-
-
 @contextmanager
 def error_prefix(path: Path) -> Iterator[None]:
     """Prefix the message of a DataError in the body with the path of the store."""
@@ -268,7 +261,7 @@ def write_manifest(
     encoder: LatentEncoder,
     latent_dtype: str,
     provenance: dict[str, Any],
-    losses: Mapping[str, float] = MappingProxyType({}),
+    losses: Mapping[str, float] | None = None,
 ) -> Manifest:
     """Write the token counts and the manifest, which is the last file of a store, to the `folder` of all its files.
 
@@ -304,7 +297,7 @@ def write_manifest(
         token_dtype=token_dtype(tokenizer.vocab_size).name,
         latent_dtype=latent_dtype,
         latent=latent,
-        tokenizer={"sha256": tokenizer.identity, **losses, **prefixes},
+        tokenizer={"sha256": tokenizer.identity, **(losses or {}), **prefixes},
         encoder=encoder.identity,
         splits=splits,
         files=files,

@@ -18,30 +18,17 @@ from mmldlm.data.encoders.sentence_transformers import SentenceTransformerEncode
 from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.short_repr import short_repr
 
-__all__ = [
-    "ChunkedEncoder",
-    "ImportedLatents",
-    "LatentEncoder",
-    "LearnedEncoder",
-    "LsaEncoder",
-    "SentenceTransformerEncoder",
-    "load_encoder",
-    "read_description",
-]
-
-
 _ENCODERS: dict[str, Any] = {
     encoder.kind: encoder for encoder in (LsaEncoder, LearnedEncoder, SentenceTransformerEncoder, ImportedLatents)
 }
 
 
-def load_encoder(folder: Path | str, **model_options: Any) -> LatentEncoder:
+def load_encoder(folder: Path, **model_options: Any) -> LatentEncoder:
     """Load the encoder that `save` wrote to the `encoder` folder of a store.
 
     `model_options` are batch size, device and location of a `SentenceTransformerEncoder`, which change no latents. If
     the encoder is missing or damaged, or its model has changed, that is a `DataError`.
     """
-    folder = Path(folder)
     path, description = folder / "encoder.json", read_description(folder)
     try:
         if description["kind"] == ChunkedEncoder.kind:

@@ -29,7 +29,7 @@ class LatentEncoder(Protocol):
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return latents float32 [n, M, C]; the latents of a text do not depend on other texts."""
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path) -> None:
         """Write the files that `load_encoder` reads."""
 
 
@@ -42,12 +42,7 @@ class ImportedLatents:
     kind = "imported"
 
     def __init__(
-        self,
-        name: str,
-        revision: str,
-        shape: tuple[int, int],
-        channels: int | None = None,
-        normalize: bool = True,
+        self, name: str, revision: str, shape: tuple[int, int], channels: int | None = None, normalize: bool = True
     ):
         """Create from the `name` of a model and `shape` [M, C] of its latents; `revision` tells sources of them apart.
 
@@ -78,10 +73,10 @@ class ImportedLatents:
         """Return NaN [n, M, C], as there is no encoder for new text."""
         return np.full((len(texts), self.latent_tokens, self.channels), np.nan, np.float32)
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path) -> None:
         """See `LatentEncoder.save`."""
         shape = {"latent_tokens": self.latent_tokens, "source_channels": self.source_channels}
-        write_description(Path(folder), {"kind": self.kind, "normalise": self.normalize, **shape, **self.identity})
+        write_description(folder, {"kind": self.kind, "normalise": self.normalize, **shape, **self.identity})
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> ImportedLatents:
@@ -119,10 +114,10 @@ class ChunkedEncoder:
         edges = [i * len(words) // self.latent_tokens for i in range(self.latent_tokens + 1)]
         return [" ".join(words[begin : max(end, begin + 1)]) for begin, end in pairwise(edges)]
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path) -> None:
         """See `LatentEncoder.save`."""
-        self.inner.save(Path(folder) / "inner")
-        write_description(Path(folder), {"kind": self.kind, "latent_tokens": self.latent_tokens})
+        self.inner.save(folder / "inner")
+        write_description(folder, {"kind": self.kind, "latent_tokens": self.latent_tokens})
 
 
 def make_identity(

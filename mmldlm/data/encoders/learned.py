@@ -240,7 +240,8 @@ class LearnedEncoder:
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return latents float32 [n, M, C] of unit norm; NaN for texts without tokens."""
-        tokens = [np.array(ids, np.int64) for ids in self._tokenize(texts)]
+        encoded = self._tokenizer.encode_each(texts)
+        tokens = [np.array([] if isinstance(ids, DataError) else ids, np.int64) for ids in encoded]
         latents = np.full((len(texts), self.latent_tokens, self.channels), np.nan, np.float32)
         encodable = np.array([index for index, text in enumerate(tokens) if len(text)], np.int64)
         with torch.inference_mode():
@@ -249,18 +250,8 @@ class LearnedEncoder:
                 latents[rows] = self._network(*pad_tokens([tokens[row] for row in rows])).numpy()
         return latents
 
-    def _tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text, none for one that the tokenizer cannot encode."""
-        try:
-            return self._tokenizer.encode_batch(texts)
-        except DataError:
-            if len(texts) == 1:
-                return [[]]
-            return [ids for text in texts for ids in self._tokenize([text])]
-
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path) -> None:
         """Write the encoder to `folder`: weights, tokenizer, description."""
-        folder = Path(folder)
         write_description(folder, {"kind": self.kind, "revision": self.identity["revision"], **self._options})
         self._tokenizer.save(folder / _TOKENIZER)
         save_file(self._network.state_dict(), folder / _WEIGHTS)

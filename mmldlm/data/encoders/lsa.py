@@ -51,9 +51,7 @@ class LsaEncoder:
         More than it has texts or words are a `DataError`.
         """
         texts = list(texts)
-        frequency: Counter[str] = Counter()
-        for text in texts:
-            frequency.update(_words(text).keys())
+        frequency = Counter(word for text in texts for word in _words(text))
         # Words that occur in most texts; ties in alphabetical order, so that the order of the texts does not matter.
         terms = sorted(sorted(frequency), key=lambda term: -frequency[term])[:_MAX_TERMS]
         max_channels = min(len(terms), len(texts))
@@ -82,24 +80,20 @@ class LsaEncoder:
 
     def _matrix(self, texts: Sequence[str]) -> torch.Tensor:
         """Return the TF-IDF matrix, sparse float64 [n, V], in blocks, as words need far more memory than weights."""
-        ids, weights, counts = [], [], []
-        for start in range(0, len(texts), _BLOCK_TEXTS):
-            block = [_words(text) for text in texts[start : start + _BLOCK_TEXTS]]
-            block_ids, block_weights, starts = self._tfidf(block)
-            ids.append(block_ids)
-            weights.append(block_weights.double())
-            counts.append(starts.diff())
-        rows = torch.repeat_interleave(torch.arange(len(texts)), torch.cat(counts))
-        indices, shape = torch.stack([rows, torch.cat(ids)]), (len(texts), len(self.terms))
+        blocks = (texts[start : start + _BLOCK_TEXTS] for start in range(0, len(texts), _BLOCK_TEXTS))
+        ids, weights, starts = zip(*(self._tfidf([*map(_words, block)]) for block in blocks), strict=True)
+        counts = torch.cat([offsets.diff() for offsets in starts])
+        rows = torch.repeat_interleave(torch.arange(len(texts)), counts)
+        indices, values = torch.stack([rows, torch.cat(ids)]), torch.cat(weights).double()
         # Entries are in order of text and term, each once, which is what coalesced means.
-        return torch.sparse_coo_tensor(indices, torch.cat(weights), shape, is_coalesced=True, check_invariants=True)
+        shape = len(texts), len(self.terms)
+        return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
 
     def _tfidf(self, documents: Sequence[Counter[str]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return term ids and weights [entries] of all documents, and the offset of each document [n + 1]."""
         ids, counts, offsets = [], [], [0]
-        known = self._ids
         for document in documents:
-            entries = sorted((known[term], count) for term, count in document.items() if term in known)
+            entries = sorted((self._ids[term], count) for term, count in document.items() if term in self._ids)
             ids += [term for term, _ in entries]
             counts += [count for _, count in entries]
             offsets.append(len(ids))
@@ -128,9 +122,8 @@ class LsaEncoder:
         )
         return normalize_rows(projected.numpy())[:, None, :]
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path) -> None:
         """See `LatentEncoder.save`."""
-        folder = Path(folder)
         write_description(folder, {"kind": self.kind, "seed": self.seed, "terms": self.terms})
         arrays = {"idf": self._idf.numpy(), "projection": self._projection.numpy()}
         save_file(arrays, folder / "lsa.safetensors")

@@ -119,21 +119,17 @@ class SentenceTransformerEncoder:
         """Return latents float32 [n, 1, C]; NaN where the model returns a non-finite vector or zeros."""
         with torch.inference_mode():
             embeddings = self._model.encode(
-                list(texts),
-                prompt=self.prompt,
-                show_progress_bar=False,
-                convert_to_numpy=True,
-                batch_size=self.batch_size,
+                list(texts), prompt=self.prompt, show_progress_bar=False, batch_size=self.batch_size
             )
         vectors = np.asarray(embeddings, np.float32).reshape(len(texts), -1)[:, : self.channels]
         unit = normalize_rows(vectors)
         # Without normalization too, rows of zeros or non-finite values count as not encoded.
         return (unit if self.normalize else np.where(np.isnan(unit), np.nan, vectors))[:, None, :]
 
-    def save(self, folder: Path | str) -> None:
+    def save(self, folder: Path) -> None:
         """Write the name and revision of the model, whose files are not copied, and note that its user named it."""
         identity = self.identity
-        write_description(Path(folder), {"kind": self.kind, "normalise": self.normalize, **identity})
+        write_description(folder, {"kind": self.kind, "normalise": self.normalize, **identity})
         location = str(Path(self.location).resolve()) if Path(self.location).is_dir() else self.location
         with suppress(OSError, RuntimeError):  # without a home, `ENCODER_VARIABLE` has to name it again
             _known_path().parent.mkdir(parents=True, exist_ok=True)

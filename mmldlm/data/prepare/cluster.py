@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datatrove.executor.base import PipelineExecutor
 from datatrove.executor.ray import RayPipelineExecutor
 from datatrove.executor.slurm import SlurmPipelineExecutor
 from datatrove.pipeline.base import PipelineStep
@@ -69,7 +68,7 @@ def run_on_cluster(job: Job, stages: Sequence[Stage], options: dict[str, Any]) -
     logs = job.out.with_name(f"{job.out.name}.logs") / datetime.now().strftime("%Y-%m-%d-%H%M%S-%f")
     tasks = [(stage.name, partial(_run_stage, job, stage), stage.missing(job)) for stage in stages]
     tasks.append(("merge", partial(_merge, job), [0]))
-    executor: PipelineExecutor | None = None
+    executor: SlurmPipelineExecutor | None = None
     for name, function, chunks in tasks:
         if not chunks:
             continue
@@ -86,7 +85,7 @@ def run_on_cluster(job: Job, stages: Sequence[Stage], options: dict[str, Any]) -
         else:
             print_status(f"{name}: {len(chunks)} tasks on Ray; logs in {folder}")
             _run_on_ray(RayPipelineExecutor([step], **common, **options), step)
-    if isinstance(executor, SlurmPipelineExecutor):
+    if executor is not None:
         try:
             executor.run()  # submits the stages that it depends on first
         except subprocess.CalledProcessError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from mmldlm.data.prepare.options import PrepareConfig
 
 TRAIN = SPLITS.index("train")
 EXCLUDED = 255  # the split of documents that are not in the store
-# Of each document of a chunk: uint8 [n], index of its split; uint64 [n], hash of its group
-SPLITS_FILE, GROUPS_FILE = "splits.npy", "groups.npy"
-# The latents in a file to which the documents refer: int64 [k, 4], with the row of the latents, the index of the
-# document in the cache or -1 if it is a problem, the index of its source in the result of the chunk, its line.
+# The latents in a file to which the documents refer: int64 [k, 2], with the row of the latents, and the index of the
+# document in the cache, or -1 if it is a problem.
 USES_FILE = "uses.npy"
 SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alone does not determine
 _DOCUMENTS, _OFFSETS = "documents", "offsets.npy"
+# Of each document of a chunk: uint8 [n], index of its split; uint64 [n], hash of its group
+_SPLITS, _GROUPS = "splits.npy", "groups.npy"
 _MAX_GROUPS_IN_MEMORY = 1 << 22
 _SAMPLE_BITS = 20
 _MIN_WORDS = 4  # of a near-duplicate
@@ -36,15 +37,15 @@ _WORD = re.compile(r"#|\w+")
 
 
 class DocumentCacheWriter:
-    """Context manager that writes documents to `folder`.
+    """Context manager that writes documents to `folder`, with their splits and groups.
 
     A document is a line of JSON, followed by its tokens and its latents, as numpy saves them, if it has any.
     """
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, config: PrepareConfig):
+        self.folder, self._config = folder, config
         self._file = (folder / _DOCUMENTS).open("wb")
-        self._offsets: list[int] = []
+        self._offsets, self._splits, self._groups = array("q"), bytearray(), array("Q")
 
     def __enter__(self) -> DocumentCacheWriter:
         return self
@@ -52,20 +53,25 @@ class DocumentCacheWriter:
     def __exit__(self, *error: object) -> None:
         self._file.close()
         np.save(self.folder / _OFFSETS, np.array(self._offsets, np.int64), allow_pickle=False)
+        np.save(self.folder / _SPLITS, np.array(self._splits, np.uint8), allow_pickle=False)
+        np.save(self.folder / _GROUPS, np.array(self._groups, np.uint64), allow_pickle=False)
 
     def __len__(self) -> int:
         return len(self._offsets)
 
     def add(self, document: Document) -> None:
         """Append a document."""
+        group = exact_group(document.whole)
+        self._splits.append(assign_split(group, self._config))
+        self._groups.append(hash64(group))
         arrays = (document.tokens, document.latents)
         own = document.text, document.source, document.line, document.key, document.prefix
-        line = [*own, *(array is not None for array in arrays)]
+        line = [*own, *(each is not None for each in arrays)]
         self._offsets.append(self._file.tell())
         self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
-        for array in arrays:
-            if array is not None:
-                np.save(self._file, array, allow_pickle=False)
+        for each in arrays:
+            if each is not None:
+                np.save(self._file, each, allow_pickle=False)
 
 
 def cached_documents(folder: Path, indices: Iterable[int] | None = None) -> Iterator[Document]:
@@ -79,9 +85,6 @@ def cached_documents(folder: Path, indices: Iterable[int] | None = None) -> Iter
             # The arrays follow their line, so reading all documents in order needs no seek.
             tokens, latents = (np.load(file, allow_pickle=False) if has else None for has in has_array)
             yield Document(text, source, line, tokens, latents, key, prefix)
-
-
-# --- groups and splits ----------------------------------------------------------------------------
 
 
 def exact_group(text: str) -> str:
@@ -179,9 +182,6 @@ def hash64(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
-# --- all chunks -----------------------------------------------------------------------------------
-
-
 class Corpus:
     """The cached chunks of a preparation; holds the splits and groups of one at a time, unless a method says otherwise.
 
@@ -196,7 +196,7 @@ class Corpus:
     def splits(self, chunk: int) -> np.ndarray:
         """Return the split of each document of a chunk: uint8 [n], an index in `SPLITS` or `EXCLUDED`."""
         path = self._splits_folder / f"{chunk:05d}.npy"
-        return np.load(path if path.exists() else self._folders[chunk] / SPLITS_FILE, allow_pickle=False)
+        return np.load(path if path.exists() else self._folders[chunk] / _SPLITS, allow_pickle=False)
 
     def _save_splits(self, chunk: int, splits: np.ndarray) -> None:
         np.save(self._splits_folder / f"{chunk:05d}.npy", splits, allow_pickle=False)
@@ -212,7 +212,7 @@ class Corpus:
         return int((self.splits(chunk) != EXCLUDED).sum())
 
     def _groups(self, chunk: int) -> np.ndarray:
-        return np.load(self._folders[chunk] / GROUPS_FILE, allow_pickle=False)
+        return np.load(self._folders[chunk] / _GROUPS, allow_pickle=False)
 
     def documents(self, chunk: int) -> Iterator[tuple[int, Document]]:
         """Yield the split and the document for each document of a chunk that is not excluded."""

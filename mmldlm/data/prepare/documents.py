@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
@@ -22,7 +23,6 @@ SUFFIXES: dict[str, Format] = {
     ".parquet": "parquet",
     ".arrow": "arrow",
 }
-_BATCH_SIZE = 512
 _T = TypeVar("_T")
 ProblemKind = Literal[
     "empty", "unreadable", "invalid", "mismatch", "unencodable", "no_latent", "too_short", "too_long", "unused_latent"
@@ -95,11 +95,6 @@ Chunk: TypeAlias = tuple[tuple[str, Part], ...]
 
 def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
     """Yield lists of 512 items, a batch size that suits tokenizers and encoders; the last may be shorter."""
-    batch: list[_T] = []
-    for item in items:
-        batch.append(item)
-        if len(batch) == _BATCH_SIZE:
-            yield batch
-            batch = []
-    if batch:
+    iterator = iter(items)
+    while batch := list(islice(iterator, 512)):
         yield batch

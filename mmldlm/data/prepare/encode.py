@@ -51,8 +51,7 @@ def encode_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) ->
         ProblemLog(config, folder, progress.reported) as problems,
     ):
         for batch in batches(documents):
-            with progress.timed("tokenize"):
-                samples, batch_counts = make_samples(batch, tokenizer, config, problems.add)
+            samples, batch_counts = make_samples(batch, tokenizer, config, problems.add)
             counts.update(batch_counts)
             for sample_batch in batches(samples):  # a batch of long documents has many samples
                 _write_samples(shards, sample_batch, encoder, problems.add)
@@ -113,13 +112,11 @@ def make_samples(
 
 def _encode_texts(documents: Sequence[Document], tokenizer: Tokenizer, report: ReportProblem) -> list[list[int] | None]:
     """Return the ids of each text; None, after a report, if the tokenizer cannot encode it."""
-    try:
-        return [*tokenizer.encode_batch([document.text for document in documents])]
-    except DataError as error:
-        if len(documents) > 1:  # find the documents that failed
-            return [ids for document in documents for ids in _encode_texts([document], tokenizer, report)]
-        report(documents[0].problem("unencodable", str(error)))
-        return [None]
+    encoded = tokenizer.encode_each([document.text for document in documents])
+    for document, ids in zip(documents, encoded, strict=True):
+        if isinstance(ids, DataError):
+            report(document.problem("unencodable", str(ids)))
+    return [None if isinstance(ids, DataError) else ids for ids in encoded]
 
 
 def _write_samples(

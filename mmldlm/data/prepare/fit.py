@@ -43,13 +43,15 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     Return statistics of the grouping, and problems. More of these than the options allow, or a split without documents,
     are a `DataError`.
     """
-    config = job.config
+    config, latents = job.config, job.latents
     (folder / SPLITS_FOLDER).mkdir()
     corpus = Corpus([job.path("read", chunk) for chunk in job.chunks], folder / SPLITS_FOLDER)
     # Unusable documents are excluded first: they must not decide on groups, tokenizer or encoder.
     with ProblemLog(config, folder, progress.reported) as problems:
         unusable: dict[int, list[int]] = {}
-        for number, index, problem in _find_misfits(job):
+        # A file of latents has one shape; only included latents can differ.
+        misfits = _find_unpaired(job, latents) if latents and not latents.by_position else _find_misshapen(job)
+        for number, index, problem in misfits:
             problems.add(problem)
             if index is not None:
                 unusable.setdefault(number, []).append(index)
@@ -143,20 +145,9 @@ def _training_texts(corpus: Corpus, tokenizer: Tokenizer, config: PrepareConfig)
         raise DataError("split train has no samples; expected documents of at least --min-length tokens")
 
 
-# --- imported latents -----------------------------------------------------------------------------
-
-
 def _first_latent_shape(results: list[dict[str, Any]]) -> tuple[int, int] | None:
     """Return the shape [M, C] of the first imported latents of all chunks, None if there are none."""
     return next((tuple(shape) for result in results for shape in result["shapes"]), None)
-
-
-def _find_misfits(job: Job) -> Iterator[_Misfit]:
-    """Yield documents whose latents have a wrong shape or belong to an earlier document, and latents without one."""
-    # A file of latents has one shape; only included latents can differ.
-    if job.latents and not job.latents.by_position:
-        return _find_unpaired(job, job.latents)
-    return _find_misshapen(job)
 
 
 def _find_misshapen(job: Job) -> Iterator[_Misfit]:
@@ -175,23 +166,18 @@ def _find_misshapen(job: Job) -> Iterator[_Misfit]:
 
 def _find_unpaired(job: Job, latents: LatentFile) -> Iterator[_Misfit]:
     """Yield documents whose latent belongs to an earlier document, then the latents without a document."""
-    results, names = job.results("read"), list[str]()
-    owners = np.full((len(latents.rows), 2), -1, np.int64)  # by row: chunk of its first use, index of that use
+    owners = np.full((len(latents.rows), 2), -1, np.int64)  # by row: chunk and index of the first document
     for chunk in job.chunks:
-        uses = np.load(job.path("read", chunk) / USES_FILE, allow_pickle=False)
-        for use, (row, index, source, line) in enumerate(uses.tolist()):
+        for row, index in np.load(job.path("read", chunk) / USES_FILE, allow_pickle=False).tolist():
             if owners[row, 0] < 0:
-                owners[row] = chunk, use
-            # A problem (-1) has been reported already and is in no store.
+                owners[row] = chunk, index
+            # A problem (-1) has been reported already and is in no store, like every other use of its row.
             elif index >= 0:
-                # The ids in order of the rows, listed only once there is something to report.
-                names = names or list(latents.rows)
-                owner_chunk, owner_use = owners[row].tolist()
-                owner_uses = np.load(job.path("read", owner_chunk) / USES_FILE, mmap_mode="r", allow_pickle=False)
-                _, _, owner_source, owner_line = owner_uses[owner_use].tolist()
-                owner = f"{results[owner_chunk]['sources'][owner_source]}:{owner_line}"
-                reason = f"id {names[row]!r} is already used by {owner}"
-                yield chunk, index, Problem(results[chunk]["sources"][source], line, "mismatch", reason)
+                owner_chunk, owner_index = owners[row].tolist()
+                (owner,) = cached_documents(job.path("read", owner_chunk), [owner_index])
+                (document,) = cached_documents(job.path("read", chunk), [index])
+                reason = f"id {document.key!r} is already used by {owner.source}:{owner.line}"
+                yield chunk, index, document.problem("mismatch", reason)
     for key, row in latents.rows.items():
         if owners[row, 0] < 0:
             problem = Problem(str(latents.path), row + 1, "unused_latent", f"id {key!r} belongs to no document")

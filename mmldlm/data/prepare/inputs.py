@@ -1,8 +1,7 @@
 """The inputs of `mmldlm prepare`: the registry of formats, the files to read with their hashes, and chunks of them.
 
-A format is a pair of functions: `parts(path, target_bytes)` cuts an input into parts that can be read independently,
-and `read(part, field)` reads one part. A **chunk** is what one task reads: a part of a large input, or several small
-inputs.
+A **part** of an input can be read independently of the rest. A **chunk** is what one task reads: a part of a large
+input, or several small inputs.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mmldlm.data.prepare.documents import SUFFIXES, TEXT_FORMATS, Chunk, DocumentStream, Format, Part
 from mmldlm.data.prepare.options import PrepareConfig
@@ -26,26 +24,15 @@ from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.errors import DataError
 from mmldlm.utils.files import file_info
 
-_MAX_HASH_THREADS = 8
+_TABLE_PARTS = {"parquet": tables.parquet_parts, "arrow": tables.arrow_parts, "datasets": tables.datasets_parts}
 
 
-class FormatReader(NamedTuple):
-    """Functions that cut inputs of one format into parts and read a part; both keep the order of the documents."""
-
-    parts: Callable[[str, int], list[Part]]
-    read: Callable[[Part, str], DocumentStream]
-
-
-def get_reader(format: Format, config: PrepareConfig) -> FormatReader:
-    """Return the reader of `format` with the fields and columns that `config` names."""
+def read_part(format: Format, part: Part, config: PrepareConfig) -> DocumentStream:
+    """Yield the documents and problems of a part in their order, with the fields and columns that `config` names."""
     if format in TEXT_FORMATS:
-        read = partial(read_text, format=format, key_field=config.key_field, prefix_field=config.prefix_field)
-        return FormatReader(partial(text_parts, format=format), read)
+        return read_text(part, config.field, format, config.key_field, prefix_field=config.prefix_field)
     columns = tables.Columns(config.tokens_field, config.latents_field, config.key_field, config.prefix_field)
-    if format == "parquet":
-        return FormatReader(tables.parquet_parts, partial(tables.read_parquet, columns=columns))
-    parts = tables.arrow_parts if format == "arrow" else tables.datasets_parts
-    return FormatReader(parts, partial(tables.read_arrow, columns=columns))
+    return (tables.read_parquet if format == "parquet" else tables.read_arrow)(part, config.field, columns)
 
 
 def find_inputs(config: PrepareConfig) -> list[tuple[str, Format]]:
@@ -89,7 +76,7 @@ def describe_sources(inputs: list[tuple[str, Format]], config: PrepareConfig) ->
             raise DataError(f"{path}: no such file; expected precomputed latents, or their ids")
     if config.encoder_folder:
         more.append(config.encoder_folder)
-    with ThreadPoolExecutor(min(_MAX_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
         return list(pool.map(_describe_source, [*(path for path, _ in inputs), *map(str, more)]))
 
 
@@ -115,7 +102,10 @@ def make_chunks(
     chunk: list[tuple[str, Part]] = []
     chunk_bytes = 0.0
     for (path, format), source in zip(inputs, sources, strict=False):
-        parts = get_reader(format, config).parts(path, config.part_bytes)
+        if format in TEXT_FORMATS:
+            parts = text_parts(path, config.part_bytes, format)
+        else:
+            parts = _TABLE_PARTS[format](path, config.part_bytes)
         for part in parts:
             # An estimate, as rows of tables are no byte ranges; it follows from the inputs alone, as chunks must.
             part_bytes = source["bytes"] / len(parts)

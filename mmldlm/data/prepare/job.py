@@ -151,13 +151,10 @@ class Job:
 
     def _differing(self, staged: str) -> list[str]:
         """Return the names of what a staged plan differs in."""
-        try:
-            other = Plan(**json.loads(staged))
-            differing = self.config.differing(other.options)
-        except (ValueError, TypeError, AttributeError):
-            return ["contents"]
-        differing += ["sources"] if other.sources != self.plan.sources else []
-        differing += [f"version ({other.version})"] if other.version != self.plan.version else []
+        other = json.loads(staged)
+        differing = self.config.differing(other["options"])
+        differing += ["sources"] if other["sources"] != self.plan.sources else []
+        differing += [f"version ({other['version']})"] if other["version"] != self.plan.version else []
         return differing or ["chunks"]
 
     @contextmanager

@@ -56,8 +56,7 @@ def merge(job: Job) -> None:
         read, encode = ([job.path(stage, chunk) for chunk in job.chunks] for stage in ("read", "encode"))
         with (folder / PROBLEMS_FILE).open("wb") as file:
             for task in [*read, job.path("fit"), *encode]:
-                with (task / PROBLEMS_FILE).open("rb") as part:
-                    shutil.copyfileobj(part, file)
+                file.write((task / PROBLEMS_FILE).read_bytes())
         measured = job.results("measure")
         squares = [square for result in measured for square in result["squares"]]
         largest = max(result["largest"] for result in measured)

@@ -102,10 +102,7 @@ class PrepareConfig:
     overwrite: bool = option(False, "replace an existing store, or an unfinished one of other data", recorded=False)
     processes: int = option(1, "on this machine (%(default)s)", at_least=1, recorded=False)
     cluster: str | None = option(
-        None,
-        "run the tasks on the machines of a cluster (docs/data.md)",
-        choices=("slurm", "ray"),
-        recorded=False,
+        None, "run the tasks on the machines of a cluster (docs/data.md)", choices=("slurm", "ray"), recorded=False
     )
     cluster_options: tuple[str, ...] = option(
         (), "such as partition=cpu", recorded=False, action="append", metavar="NAME=VALUE"
@@ -201,8 +198,6 @@ class PrepareConfig:
             )
         if self.imports_latents and self.corpus:
             raise UsageError(f"--encoder {self.encoder}: {self.corpus} has no latents, expected one that reads text")
-        if self.latents_field and self.encoder != "included":
-            raise UsageError(f"--latents-field {self.latents_field}: --encoder is {self.encoder}, expected included")
         if self.encoder == "included" and not self.latents_field:
             raise UsageError("--encoder included: expected --latents-field")
         if self.prompt is not None and self.prompt_name is not None:
@@ -218,6 +213,7 @@ class PrepareConfig:
             ("encoder_width", is_learned, "learned"),
             ("channels", store is None, "another, or the channels of the store"),
             ("latent_tokens", reads_text, "one that reads text, and no store's"),
+            ("latents_field", self.encoder == "included", "included"),
             ("latent_ids", self.encoder.startswith("precomputed:"), "precomputed:FILE"),
             ("latents_of", self.imports_latents, "included or precomputed:FILE"),
             ("encoder_version", self.imports_latents, "included or precomputed:FILE"),

@@ -16,7 +16,6 @@ process, worker processes (`workers.py`) or a cluster (`cluster.py`).
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,7 +31,7 @@ from mmldlm.data.prepare.read import count_chunk, read_chunk
 from mmldlm.data.prepare.readers.latents import POSITION
 from mmldlm.data.prepare.report import StageProgress, summary
 from mmldlm.data.prepare.workers import run_in_process, worker_pool
-from mmldlm.errors import MmldlmError, PeerLostError, StoppedBySignal, StorageError, UsageError, run_command
+from mmldlm.errors import MmldlmError, PeerLostError, StoppedBySignal, StorageError, UsageError
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.process import CONTINUE, stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, print_status
@@ -117,12 +116,9 @@ def _run_stages(job: Job, progress: StageProgress) -> None:
         with worker_pool(job) as run_in_pool:
             for stage in stages_of(job):
                 if missing := stage.missing(job):
-                    with progress.timed(stage.name):
-                        (run_in_pool if stage.per_chunk else run_in_process)(job, stage, missing, progress)
+                    (run_in_pool if stage.per_chunk else run_in_process)(job, stage, missing, progress)
         progress.phase("writing the store")
-        with progress.timed("merge"):
-            merge(job)
-        progress.print_times()
+        merge(job)
     except (PeerLostError, StoppedBySignal, StorageError):
         raise  # the same command continues
     except MmldlmError:
@@ -137,7 +133,3 @@ def main(argv: list[str] | None = None) -> int:
     with stop_at_signals(CONTINUE):
         (prepare_on_cluster if config.cluster else prepare)(config)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(run_command(main))

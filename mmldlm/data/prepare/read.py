@@ -11,17 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.corpus import (
-    GROUPS_FILE,
-    SPLITS_FILE,
-    USES_FILE,
-    DocumentCacheWriter,
-    assign_split,
-    exact_group,
-    hash64,
-)
+from mmldlm.data.prepare.corpus import USES_FILE, DocumentCacheWriter
 from mmldlm.data.prepare.documents import Chunk, Document, DocumentStream, Problem
-from mmldlm.data.prepare.inputs import get_reader
+from mmldlm.data.prepare.inputs import read_part
 from mmldlm.data.prepare.job import Job
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers import python_docs
@@ -40,12 +32,11 @@ def count_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> 
 def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
     """Read a chunk into a document cache in `folder`, with the splits and groups of its documents.
 
-    Return counts, the shapes of imported latents, and problems.
+    Return the shapes of imported latents, documents of each package of an embedded corpus, and problems.
     """
     config, latents = job.config, job.latents
-    splits, groups, uses = bytearray(), array("Q"), array("q")
+    uses = array("q")
     shapes: dict[tuple[int, ...], None] = {}  # sets in the order of insertion
-    sources: dict[str, int] = {}
     origins: Counter[str] = Counter()
     first_position = 0
     if latents and latents.by_position:
@@ -55,31 +46,24 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
                 f"{latents.path}: {len(latents.rows)} latents, expected {sum(counts)}, one for each document found"
             )
         first_position = sum(counts[:chunk])
-    with DocumentCacheWriter(folder) as cache, ProblemLog(config, folder, progress.reported) as problems:
+    with DocumentCacheWriter(folder, config) as cache, ProblemLog(config, folder, progress.reported) as problems:
         documents = chunk_documents(job.plan.chunks[chunk], config, progress.track)
         items = complete_documents(documents, config, latents, first_position)
         for item, row in progress.track(items, DOCUMENTS):
             # Problems that refer to a row are recorded too, or the row would count as unused.
             if row is not None:
-                index = -1 if isinstance(item, Problem) else len(cache)
-                uses.extend((row, index, sources.setdefault(item.source, len(sources)), item.line))
+                uses.extend((row, -1 if isinstance(item, Problem) else len(cache)))
             if isinstance(item, Problem):
                 problems.add(item)
                 continue
-            group = exact_group(item.whole)
-            splits.append(assign_split(group, config))
-            groups.append(hash64(group))
             cache.add(item)
             if item.latents is not None:
                 shapes.setdefault(item.latents.shape)
             if config.corpus:
                 origins[item.source.split("/")[0]] += 1
-        result = {"documents": len(cache), "shapes": list(shapes), "origins": origins, **problems.result()}
+        result = {"shapes": list(shapes), "origins": origins, **problems.result()}
     if latents:
-        result["sources"] = list(sources)
-        np.save(folder / USES_FILE, np.frombuffer(uses, np.int64).reshape(-1, 4), allow_pickle=False)
-    np.save(folder / SPLITS_FILE, np.frombuffer(splits, np.uint8), allow_pickle=False)
-    np.save(folder / GROUPS_FILE, np.frombuffer(groups, np.uint64), allow_pickle=False)
+        np.save(folder / USES_FILE, np.frombuffer(uses, np.int64).reshape(-1, 2), allow_pickle=False)
     return result
 
 
@@ -92,7 +76,7 @@ def chunk_documents(
     """
     for format, part in chunk:
         if format:
-            yield from get_reader(format, config).read(part, config.field)  # type: ignore[arg-type]
+            yield from read_part(format, part, config)  # type: ignore[arg-type]
         else:
             yield from python_docs.read_corpus(part.path, track)
 
@@ -110,13 +94,9 @@ def complete_documents(
         yield from latents.attach(documents, first_position)
         return
     for item in documents:
-        if isinstance(item, Problem) or (item.latents is not None) == config.imports_latents:
-            yield item, None
-        elif config.imports_latents:
-            reason = "has no latent, which --encoder included requires"
-            yield item.problem("no_latent", reason), None
-        else:
-            yield replace(item, latents=None), None
+        if isinstance(item, Document) and item.latents is None and config.imports_latents:
+            item = item.problem("no_latent", "has no latent, which --encoder included requires")
+        yield item, None
 
 
 def _decode_tokens(documents: DocumentStream, tokenizer: Tokenizer) -> DocumentStream:

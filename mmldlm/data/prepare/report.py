@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -106,23 +104,11 @@ def check_losses(config: PrepareConfig, counts: Counter[str]) -> None:
 
 
 class StageProgress(Progress):
-    """Progress over the stages of a preparation, the time spent on each, and the problems of this process by kind."""
+    """Progress over the stages of a preparation, and the problems of this process by kind."""
 
     def __init__(self, enabled: bool, interval: float = INTERVAL_S):
         super().__init__(enabled, interval)
         self.reported: Counter[str] = Counter()
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def timed(self, stage: str) -> Iterator[None]:
-        """Add the duration of the block to the time spent on `stage`."""
-        start = time.perf_counter()
-        yield
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + time.perf_counter() - start
-
-    def print_times(self) -> None:
-        """Print the seconds spent on each stage on one line."""
-        self.line(", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in self._seconds.items()))
 
 
 def summary(manifest: Manifest) -> str:

@@ -77,7 +77,7 @@ def test_cached_documents_come_back(tmp_path: Path) -> None:
             ]
         )
     ]
-    with DocumentCacheWriter(tmp_path) as writer:
+    with DocumentCacheWriter(tmp_path, small_config(tmp_path)) as writer:
         for document in documents:
             writer.add(document)
     for numbers in (None, [4, 1, 2], []):

@@ -182,7 +182,7 @@ def test_all_words_of_an_ordinary_corpus_are_tokens(tmp_path: Path) -> None:
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mmldlm.data.prepare.pipeline", *map(str, arguments)]
+    command = [sys.executable, "-m", "mmldlm.cli", "prepare", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=TEST_TIMEOUT_S)
 
 
@@ -208,13 +208,14 @@ def test_exit_codes_and_one_line_of_error(tmp_path: Path, capsys: pytest.Capture
         assert not (tmp_path / "failed").exists()
 
 
-def killed_at(moment: str, arguments: list[str]) -> None:
-    """SIGKILL where `mmldlm.data.prepare` + `moment` is called."""
+def killed_at(moment: str, arguments: list[str], done: bool = False) -> None:
+    """SIGKILL where `mmldlm.data.prepare` + `moment` is called, or once it is `done`."""
     module = moment.partition(".")[0]
     script = (
         "import time\n"
         f"from mmldlm.data.prepare import pipeline, {module}\n"
-        "def wait(*_): print('reached', flush=True); time.sleep(600)\n"
+        f"original = {moment}\n"
+        f"def wait(*given): {'original(*given); ' * done}print('reached', flush=True); time.sleep(600)\n"
         f"{moment} = wait\n"
         f"pipeline.main({arguments!r})"
     )
@@ -244,7 +245,7 @@ def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> No
 def test_killed_behind_the_rename(tmp_path: Path, overwrite: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt")
     arguments = [str(corpus), "--out", str(tmp_path / "store"), "--channels", "8", "--vocab-size", "300", *overwrite]
-    killed_at("pipeline.StageProgress.print_times", arguments)
+    killed_at("pipeline.merge", arguments, done=True)
     before = (tmp_path / "store/manifest.json").read_bytes()
     assert main(arguments) == 0
     assert ("already prepared" in capsys.readouterr().err) is not bool(overwrite)

@@ -181,7 +181,7 @@ def test_bytes_that_are_no_text_spoil_their_row_alone(pa: Any, tmp_path: Path) -
     with pa.ipc.new_stream(str(tmp_path / "bad.arrow"), pa.schema([("text", pa.string())])) as writer:
         writer.write_batch(pa.record_batch([texts], ["text"]))
     (part,) = arrow_parts(str(tmp_path / "bad.arrow"), 1 << 20)
-    one, two, three = read_arrow(part, "text")
+    one, two, three = read_arrow(part, "text", Columns())
     assert isinstance(one, Document) and isinstance(three, Document) and three.line == 3
     assert isinstance(two, Problem) and (two.line, two.kind) == (2, "unreadable")
 
@@ -216,7 +216,7 @@ def test_damaged_files_and_folders_are_named(pa: Any, tmp_path: Path) -> None:
     folder = write_dataset(pa, tmp_path / "set", rows)
     shard = folder / "data-00001-of-00003.arrow"
     shard.rename(tmp_path / "aside")
-    with pytest.raises(DataError, match=r"data-00001-of-00003.arrow: missing"):
+    with pytest.raises(DataError, match=r"data-00001-of-00003.arrow: not a readable table .*No such file"):
         prepare(small_config(tmp_path / "store", folder), progress=False)
     (tmp_path / "aside").rename(shard)
     state = json.loads((folder / "state.json").read_text())
@@ -244,5 +244,7 @@ def test_what_the_library_saves_is_read_as_it_reads_it(tmp_path: Path) -> None:
     )
     halves = whole.train_test_split(0.5, seed=0)
     halves.save_to_disk(str(tmp_path / "sets"))
-    result = [item for part in datasets_parts(str(tmp_path / "sets"), 5000) for item in read_arrow(part, "text")]
+    result = [
+        item for part in datasets_parts(str(tmp_path / "sets"), 5000) for item in read_arrow(part, "text", Columns())
+    ]
     assert [item.text for item in result] == [*halves["train"]["text"], *halves["test"]["text"]]

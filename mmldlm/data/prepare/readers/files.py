@@ -13,7 +13,7 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
@@ -88,13 +88,10 @@ def open_text(path: str) -> Iterator[BinaryIO]:
 
     A file that cannot be read is a `DataError`, a package that is missing a `UsageError`.
     """
+    decompress = _DECOMPRESSED.get(PurePosixPath(path).suffix.lower(), nullcontext)
     try:
-        with open_input(path) as file:
-            if not is_compressed(path):
-                yield file
-                return
-            with _DECOMPRESSED[PurePosixPath(path).suffix.lower()](file) as decompressed:
-                yield decompressed
+        with open_input(path) as file, decompress(file) as contents:
+            yield contents
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # also of pyarrow, and of damaged contents
         raise DataError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from None
 

@@ -22,7 +22,6 @@ from mmldlm.utils.files import sha256
 
 POSITION = "position"  # instead of a file of ids: row i belongs to the i-th document
 _FLOATS = ("F16", "F32", "F64")
-_IDS_REQUIRED = "--latent-ids FILE, or --latent-ids position where row i belongs to the i-th document"
 
 
 class LatentFile:
@@ -37,14 +36,13 @@ class LatentFile:
         self.path, self.by_position = Path(path), ids == POSITION
         self._ids = None if ids is None or self.by_position else Path(ids)
         suffix = self.path.suffix
-        if not self.path.is_file():
-            raise DataError(f"{self.path}: no such file; expected latents in .npy, .safetensors or .parquet")
         # A table has its ids in a column; other files need them from elsewhere.
         if (suffix == ".parquet") == (ids is not None):
             raise UsageError(
                 f"--latent-ids {ids}: {self.path} contains its ids, in the column 'id'"
                 if ids
-                else f"--encoder precomputed:{self.path} needs {_IDS_REQUIRED}"
+                else f"--encoder precomputed:{self.path} needs --latent-ids FILE, or --latent-ids position where row i "
+                "belongs to the i-th document"
             )
         if suffix not in (".npy", ".safetensors", ".parquet"):
             raise UsageError(f"--encoder precomputed:{self.path}: expected .npy, .safetensors or .parquet")

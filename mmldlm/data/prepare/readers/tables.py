@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -34,9 +34,6 @@ class Columns:
     prefix: str | None = None
 
 
-NO_COLUMNS = Columns()
-
-
 def parquet_parts(path: str, target_bytes: int) -> list[Part]:
     """Cut a Parquet file into parts of whole row groups, of about `target_bytes` uncompressed."""
     with _pyarrow_reading(path) as library, library.parquet.ParquetFile(_source(path)) as file:
@@ -44,7 +41,7 @@ def parquet_parts(path: str, target_bytes: int) -> list[Part]:
     return _join(path, [(group.num_rows, group.total_byte_size) for group in groups], target_bytes)
 
 
-def read_parquet(part: Part, field: str | None, columns: Columns = NO_COLUMNS) -> DocumentStream:
+def read_parquet(part: Part, field: str | None, columns: Columns) -> DocumentStream:
     """Yield the documents and problems of a part of a Parquet file; their `line` is the row, from 1."""
     with _pyarrow_reading(part.path) as library, library.parquet.ParquetFile(_source(part.path)) as file:
         names = _column_names(part.path, file.schema_arrow, field, columns)
@@ -59,7 +56,7 @@ def arrow_parts(path: str, target_bytes: int) -> list[Part]:
         return _join(path, ((batch.num_rows, batch.nbytes) for batch in _record_batches(path)), target_bytes)
 
 
-def read_arrow(part: Part, field: str, columns: Columns = NO_COLUMNS) -> DocumentStream:
+def read_arrow(part: Part, field: str, columns: Columns) -> DocumentStream:
     """Yield the documents and problems of a part of an Arrow file (stream or file format); their `line` is the row."""
     with _pyarrow_reading(part.path):
         yield from _documents(part, islice(_record_batches(part.path), part.start, part.stop), field, columns)
@@ -120,9 +117,6 @@ def _shards(folder: Path) -> list[Path]:
             f"{path}: the dataset was saved with an indices mapping; expected none: save it again with "
             "flatten_indices() or a newer `datasets`"
         )
-    for name in names:
-        if not (folder / name).is_file():
-            raise DataError(f"{folder / name}: missing, expected as a shard of this dataset by state.json")
     return [folder / name for name in names]
 
 
@@ -183,21 +177,17 @@ def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -
             continue
         if name not in schema.names:
             raise DataError(f"{path}: no column {name!r}, found {', '.join(map(repr, schema.names[:12])) or 'none'}")
-        column_type = _storage_type(schema.field(name).type)
+        column_type = schema.field(name).type
         if _kind(column_type) not in kinds:
             raise DataError(f"{path}: column {name!r} is {column_type}, expected {expected}")
         names.append(name)
     return names
 
 
-def _storage_type(column_type: Any) -> Any:
-    """Return the type that is stored under an extension type, such as those of `datasets`."""
-    return getattr(column_type, "storage_type", column_type)
-
-
 def _kind(column_type: Any) -> str:
     """Return what a column holds: text, integer, float, a list of these, or something else."""
-    types, column_type = pyarrow().types, _storage_type(column_type)
+    # Under extension types, such as those of `datasets`, another type is stored.
+    types, column_type = pyarrow().types, getattr(column_type, "storage_type", column_type)
     if types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type):
         return f"list of {_kind(column_type.value_type)}"
     if types.is_integer(column_type) or types.is_floating(column_type):
@@ -225,10 +215,8 @@ def _values(column: Any) -> Any:
     column = getattr(column, "storage", column)
     if _kind(column.type).startswith("list"):
         return column
-    try:
+    with suppress(UnicodeDecodeError):
         return column.to_pylist()
-    except UnicodeDecodeError:
-        pass
     values: list[Any] = []
     for scalar in column:
         try:

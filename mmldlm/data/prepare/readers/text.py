@@ -108,11 +108,6 @@ def _decode(line: bytes) -> str | _Fault:
     return text.removeprefix("\ufeff").rstrip("\r\n")
 
 
-def _line_records(lines: _Lines) -> _Records:
-    for number, line in lines:
-        yield number, _decode(line)
-
-
 def _block_records(lines: _Lines) -> _Records:
     """Yield blocks of lines separated by blank lines; a block with an unreadable line is one problem."""
     start, block = 0, list[str]()
@@ -186,7 +181,7 @@ def _csv_records(lines: _Lines, delimiter: str = ",") -> _Records:
 
 
 _RECORDS: dict[Format, Callable[[_Lines], _Records]] = {
-    "lines": _line_records,
+    "lines": lambda lines: ((number, _decode(line)) for number, line in lines),
     "blocks": _block_records,
     "jsonl": _json_records,
     "json": _array_records,
