@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmldlm.batch import Batch
+from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.schedule import MAX_MODE_SCALE, LogLinear, TimeSampler
 from mmldlm.settings.declaration import require_effect, setting
 
@@ -70,12 +70,11 @@ class MaskedDiffusion:
         """Return the process by which the likelihood bound is estimated, whatever a run was trained with."""
         return MaskedDiffusion(self.mask_id, "elbo", "exact", self.prefix_end)
 
-    def prefix_lengths(self, batch: Batch) -> Tensor:
-        """Return how many tokens of each sample are its prefix, the one that ends it included; int64 [B]."""
-        ends, layout = (batch.tokens == self.prefix_end).nonzero().squeeze(1), batch.layout
-        lengths = torch.zeros(layout.num_samples, dtype=torch.int64)
-        lengths[layout.sample_of_token[ends]] = layout.position[ends] + 1
-        return lengths
+    def find_texts(self, tokens: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        """Return which tokens are not of a prefix, bool [N], and how many of each sample, int64 [B]; on the host."""
+        ends, prefixes = (tokens == self.prefix_end).nonzero().squeeze(1), torch.zeros(layout.num_samples).long()
+        prefixes[layout.sample_of_token[ends]] = layout.position[ends] + 1
+        return layout.position >= prefixes[layout.sample_of_token], torch.tensor(layout.lengths) - prefixes
 
     def token_mask(self, uniforms: Tensor, t: Tensor, sample_of_token: Tensor) -> Tensor:
         """Return which tokens are masked at times t [B], bool [N], by one of `uniforms` float32 [N] per token.

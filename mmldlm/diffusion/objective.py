@@ -201,14 +201,14 @@ class Objective:
 
     def corrupt(self, batch: Batch, noise: Noise) -> NoisedBatch:
         """Apply the forward processes of both modalities; on the host, where the size of `positions` is known."""
-        layout, prefixes = batch.layout, self.text.prefix_lengths(batch)
-        uniforms = noise.uniforms.masked_fill(layout.position < prefixes[layout.sample_of_token], 1.0)
+        layout = batch.layout
+        is_text, lengths = self.text.find_texts(batch.tokens, layout)
+        uniforms = noise.uniforms.masked_fill(~is_text, 1.0)
         masked = self.text.token_mask(uniforms, noise.t_text, layout.sample_of_token)
         positions = masked.nonzero().squeeze(1)
         sample = layout.sample_of_token[positions]
         trains_text = noise.mode != MODES.index("t2l")
         trains_latent = noise.mode != MODES.index("l2t")
-        lengths = torch.tensor(batch.lengths) - prefixes
         text_bin, latent_bin = (self.stats.bin_of(noise.mode, t) for t in (noise.t_text, noise.t_latent))
         token_weight = self.text.weights(noise.t_text, lengths, noise.importance) * trains_text
         # Tokens of each sample that the text loss is a mean over.

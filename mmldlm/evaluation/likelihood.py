@@ -132,15 +132,14 @@ def confidence_nats(evaluation: Evaluation, condition: Condition) -> np.ndarray:
         if not counted:
             continue
         layout, truth = batch.layout.to(run.device), batch.tokens.to(run.device)
-        prefixes = text.prefix_lengths(batch).to(run.device)
-        lengths = torch.tensor(batch.lengths, device=run.device) - prefixes
+        is_text, lengths = (each.to(run.device) for each in text.find_texts(batch.tokens, batch.layout))
         ordered = lengths <= MAX_ORDERED_TOKENS
         latents, t_latent = batch.latents, torch.zeros(len(lengths), device=run.device)
         if condition == "none":
             latents = SampleStreams(evaluation.config.seed, _ORDERED, batch.slots).normal(latents.shape)
             t_latent = t_latent + 1
         latents, total = latents.to(run.device), torch.zeros(len(lengths), dtype=torch.float64, device=run.device)
-        generated = ordered[layout.sample_of_token] & (layout.position >= prefixes[layout.sample_of_token])
+        generated = ordered[layout.sample_of_token] & is_text
         tokens = torch.where(generated, text.mask_id, truth)
         while len(positions := (tokens == text.mask_id).nonzero().squeeze(1)):
             sample = layout.sample_of_token[positions]

@@ -16,7 +16,18 @@ from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
 from mmldlm.diffusion.schedule import Process
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
-from tests.helpers.toy_pairs import COMBINATIONS, MASK, PAD, VOCAB, gaussian, objective, random_pairs, select
+from tests.helpers.toy_pairs import (
+    COMBINATIONS,
+    MASK,
+    PAD,
+    VOCAB,
+    blanks,
+    gaussian,
+    objective,
+    random_pairs,
+    select,
+    texts_of,
+)
 
 CHANNELS = 32
 PAIRS = random_pairs((4,) * 32 + (6,) * 32, CHANNELS)
@@ -74,7 +85,8 @@ def memorize(process: Process, prediction: PredictionType, loss: LatentLoss) -> 
     def sample(mode: Mode, config: SamplingConfig) -> Generation:
         generator = torch.Generator().manual_seed(1)
         latents = PAIRS.latents if mode == "l2t" else torch.zeros_like(PAIRS.latents)
-        return generate(model, total.text, latent, mode, config, generator, latents, PAIRS.lengths, PAIRS.tokens)
+        start = texts_of(PAIRS) if mode == "t2l" else blanks(PAIRS.lengths)
+        return generate(model, total.text, latent, mode, config, generator, latents, start)
 
     accuracy = (sample("l2t", SamplingConfig(8, temperature=0.0)).tokens == PAIRS.tokens).float().mean()
     cosines = {}
