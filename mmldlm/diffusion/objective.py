@@ -197,7 +197,8 @@ class Objective:
             latent_weight=self.config.latent_weight,
             length_weight=self.config.length_weight,
         )
-        return Objective(config, self.text.of_bound(), self.latent, self.stats.num_noise_bins * refine)
+        text = MaskedDiffusion(self.text.mask_id, "elbo", "exact", self.text.prefix_end)
+        return Objective(config, text, self.latent, self.stats.num_noise_bins * refine)
 
     def corrupt(self, batch: Batch, noise: Noise) -> NoisedBatch:
         """Apply the forward processes of both modalities; on the host, where the size of `positions` is known."""
@@ -222,7 +223,7 @@ class Objective:
             time_weight = self.latent.min_snr_weight(noise.t_latent, self.config.min_snr_gamma)
             trained_latent_weight = time_weight * trains_latent
         return NoisedBatch(
-            noised_tokens=self.text.corrupt(batch.tokens, masked),
+            noised_tokens=batch.tokens.masked_fill(masked, self.text.mask_id),
             noised_latents=self.latent.corrupt(batch.latents, noise.epsilon, noise.t_latent),
             t_text=noise.t_text,
             t_latent=noise.t_latent,

@@ -17,7 +17,6 @@ import numpy as np
 import torch
 
 from mmldlm.batch import Batch
-from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.loader import collate
 from mmldlm.data.nearest import TextIndex, draw_samples
 from mmldlm.data.store import Split, Store
@@ -125,16 +124,6 @@ class Evaluation:
     def num_texts(self) -> int:
         """Number of documents, counted from the first, for which texts are generated."""
         return min(self.config.texts, len(self.ids))
-
-    @cached_property
-    def characters(self) -> np.ndarray:
-        """Number of characters of each document [n]."""
-        return self.split.characters[self.ids]
-
-    @property
-    def encoder(self) -> LatentEncoder:
-        """The encoder that computed the store's latents."""
-        return self.run.encoder
 
     # --- distribution over ranks ----------------------------------------------------------------------------
 
@@ -309,5 +298,5 @@ class Evaluation:
         starts = range(rank * ENCODER_BATCH_SIZE, len(texts), world_size * ENCODER_BATCH_SIZE)
         for start in self.progress.track(starts, "batches of the encoder", len(starts)):
             batch = texts[start : start + ENCODER_BATCH_SIZE]
-            latents[start : start + len(batch)] = self.encoder.encode(batch)
+            latents[start : start + len(batch)] = self.run.encoder.encode(batch)
         return self.sum_over_ranks(latents).astype(np.float32)

@@ -145,7 +145,7 @@ def _first_guesses(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
         layout = batch.layout
         # t_text = 1 and t_latent = 0: the whole text is masked and the latent is clean.
         is_text, text_lengths = run.objective.text.find_texts(batch.tokens, layout)
-        masked = run.objective.text.corrupt(batch.tokens, is_text).to(device)
+        masked = batch.tokens.masked_fill(is_text, run.objective.text.mask_id).to(device)
         t_text, places = torch.ones(layout.num_samples, device=device), is_text.nonzero().squeeze(1)
         positions = places.to(device)
         given = masked, batch.latents.to(device), t_text, torch.zeros_like(t_text), layout.to(device), positions, None

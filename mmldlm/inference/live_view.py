@@ -28,7 +28,7 @@ class LiveView:
                 console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
             )
             self._live.start()
-        self._block = "░" if _can_write("░", self._stream) else "_"
+        self._block = "░" if (self._stream.encoding or "").lower().startswith("utf") else "_"
 
     def __call__(self, t: float, samples: Sequence[Sequence[int]]) -> None:
         from rich.console import Group
@@ -57,11 +57,3 @@ class LiveView:
         if self._live is not None:
             self._live.update("")  # `stop` draws the last frame in full, even where the screen has no room for it
             self._live.stop()
-
-
-def _can_write(text: str, stream: TextIO) -> bool:
-    try:
-        text.encode(stream.encoding or "ascii")
-    except (LookupError, UnicodeEncodeError):
-        return False
-    return True

@@ -28,8 +28,6 @@ from mmldlm.inference.model import check_scored_mode, draw_bounds
 from mmldlm.run.load import add_run_options, add_settings
 from mmldlm.utils.intervals import Ratio, mean_of_draws, ratio_of_sums
 
-OWN = "own"
-
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("mmldlm score", description="Bound the negative log-likelihood of each text.")
@@ -56,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     with batch_processes(options) as (run, processes, progress):
         check_scored_mode(run, options.latents is not None)
         items = read_items(options.texts, run)
-        latent_file = Path(options.latents) if options.latents not in (None, OWN) else None
-        latents = encode_with(run) if options.latents == OWN else None
+        latent_file = Path(options.latents) if options.latents not in (None, "own") else None
+        latents = encode_with(run) if options.latents == "own" else None
         if latent_file is not None:
             rows, latents = read_rows(latent_file, run)
             if len(rows) != len(items):
@@ -70,8 +68,7 @@ def main(argv: list[str] | None = None) -> int:
             whole = [[*prefix, *text] for prefix, text in zip(prefixes, tokens, strict=True)]
             # Items of a batch share the grids of noise times; each batch has draws of its own.
             slots, first = torch.tensor(indices) % size, indices[0] // size * draws
-            given = None if latents is None else run.store.standardize(latents)
-            bounds = draw_bounds(run, whole, given, slots, size, options.seed, range(first, first + draws))
+            bounds = draw_bounds(run, whole, latents, slots, size, options.seed, range(first, first + draws))
             means = [(len(text), mean_of_draws(nats)) for text, nats in zip(tokens, bounds.T, strict=True)]
             return [
                 {"tokens": count, "nats": mean.value, **_bits_per_token(mean * (1 / count))} for count, mean in means
@@ -80,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
         request = {
             "command": "score",
             **describe(run, options, options.texts, latent_file),
-            "latents": options.latents and ("given" if latent_file else OWN),
+            "latents": options.latents and ("given" if latent_file else "own"),
             **{name: getattr(options, name) for name in ("draws", "seed", "batch")},
         }
         job = Job(options.out, request, items, size, options.on_problem == "skip", latents)

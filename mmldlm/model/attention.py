@@ -35,7 +35,6 @@ from mmldlm.settings.declaration import setting
 
 Backend = Literal["sdpa", "varlen", "efficient", "math", "cpu_half"]
 AMPERE = (8, 0)  # compute capability
-NO_MASK = 0  # of `_efficient_attention_forward`; the other types are causal
 _HEAD_WIDTH = "a head width (model.width / model.num_heads)"
 
 
@@ -183,7 +182,7 @@ def _efficient(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[T
         max_seqlen_q=rows.max_length,
         max_seqlen_k=rows.max_length,
         dropout_p=0.0,
-        custom_mask_type=NO_MASK,
+        custom_mask_type=0,  # none; the others are causal
         compute_log_sumexp=torch.is_grad_enabled(),  # for backward
     )
     return _split_streams(out[0], rows, len(latent_qkv))

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from typing import Any, NamedTuple, ParamSpec
 
@@ -33,16 +33,13 @@ CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
 MAX_FAKE_CHUNKS = 16  # per tensor without memory, where chunks only cost time; the memory of one stays small
 _assumed_device: ContextVar[str | None] = ContextVar("assumed_device", default=None)
 _gpu_kernels: Any = None  # the module, once `load_gpu_kernels` has run one of them
-_gpu_kernels_tried = False
 P = ParamSpec("P")
 
 
+@cache
 def load_gpu_kernels(device: torch.device) -> None:
     """Load the kernels of a GPU and run one, once in a process; where Triton does not run, the formulas are used."""
-    global _gpu_kernels, _gpu_kernels_tried
-    if _gpu_kernels_tried:
-        return
-    _gpu_kernels_tried = True
+    global _gpu_kernels
     try:
         kernels = import_module("mmldlm.model.gpu_kernels")
         kernels.sample_sums(torch.ones(1, 1, device=device), torch.arange(2, device=device))
@@ -100,10 +97,6 @@ class SampleRows(NamedTuple):
         if runs_on_cpu(index_T):
             return cls(index_T)
         return cls(index_T, torch.searchsorted(index_T, torch.arange(num_samples + 1, device=index_T.device)))
-
-    def select(self, positions_P: Tensor, num_samples: int) -> SampleRows:
-        """Return the rows at ascending positions."""
-        return self.of(self.ids.index_select(0, positions_P), num_samples)
 
     def sums(self, values_TD: Tensor) -> Tensor:
         """Return the sums [B, D] of each sample's rows, in float32, on a GPU."""

@@ -21,6 +21,7 @@ from mmldlm.diffusion.sampling import SamplingConfig, generate
 from mmldlm.model.attention import Backend
 from mmldlm.model.heads import MASKED_LOGIT
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from tests.helpers.small_model import initialize
 from tests.helpers.toy_pairs import MASK, PAD, VOCAB, WORDS, blanks, gaussian
 
 pytestmark = pytest.mark.quick
@@ -243,7 +244,7 @@ def test_no_step_waits_for_the_device(
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_no_step_synchronizes_a_gpu(config: SamplingConfig) -> None:
     model = MMDiT(ModelConfig(depth=1, width=32, num_heads=2), DataShape(VOCAB, MASK, PAD, 40, 1, 16))
-    model.init_weights().eval().to("cuda")
+    initialize(model).eval().to("cuda")
 
     def on_step(tokens: Tensor, lengths: tuple[int, ...], t: float) -> None:
         # The first step makes what later ones keep, and the result is read after the last one.
