@@ -10,13 +10,11 @@ from typing import TextIO
 from mmldlm.data.tokenizer import MASK, Tokenizer
 from mmldlm.utils.printable import printable
 
-PAUSE_S = 0.06  # minimum time per step in a terminal: a small model is too fast to read along
-
 
 class LiveView:
     """A `StepCallback` that draws on `stream`. `close` clears the drawing in a terminal; lines elsewhere stay."""
 
-    def __init__(self, tokenizer: Tokenizer, stream: TextIO | None = None, pause_s: float = PAUSE_S):
+    def __init__(self, tokenizer: Tokenizer, stream: TextIO | None = None, pause_s: float = 0.06):
         from rich.console import Console  # here, as sampling from a bundle does without
         from rich.live import Live
 
@@ -43,7 +41,7 @@ class LiveView:
             return
         indented = (Padding(Text(text, overflow="fold"), (0, 0, 0, 2)) for text in texts)
         self._live.update(Group(Text(f"t {t:.3f}"), *indented), refresh=True)
-        time.sleep(self._pause_s)
+        time.sleep(self._pause_s)  # a small model is too fast to read along
 
     def text(self, ids: Sequence[int]) -> str:
         """Return tokens as one line, with a block for each [MASK]; characters that are not printable are escaped."""

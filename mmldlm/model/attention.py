@@ -201,8 +201,7 @@ def _math(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor
 
 def _joint_rows(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor, ...]:
     """Return q, k and v, each [S, H, K], with each sample's latents before its tokens."""
-    joint: Tensor = _Reorder.apply(torch.cat([latent_qkv, text_qkv]), rows.order, rows.inverse)
-    return joint.unbind(1)
+    return _Reorder.apply(torch.cat([latent_qkv, text_qkv]), rows.order, rows.inverse).unbind(1)
 
 
 def _split_streams(joint_SHK: Tensor, rows: JointRows, num_latents: int) -> tuple[Tensor, Tensor]:

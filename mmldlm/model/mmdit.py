@@ -358,8 +358,7 @@ class MMDiT(nn.Module):
         hidden_PD = self.text_out(text_PD, final, rows) * gather_rows(1 + final.gate, rows)
         # Validation's objective takes likelihoods alone (`Objective.for_validation`).
         terms = self.training and self.text_terms
-        values, is_best = self.text_head(hidden_PD, self.token_embedding.weight, targets_P, terms)
-        return values, is_best
+        return self.text_head(hidden_PD, self.token_embedding.weight, targets_P, terms)
 
     def _predict_latents(
         self, latent_TE: Tensor, conditioning_BT: Tensor, rows: SampleRows | None, noised_BMC: Tensor

@@ -58,8 +58,7 @@ def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], C
         def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
             if torch.compiler.is_compiling():
                 return formula(*args, **kwargs)
-            out: Tensor = function.apply(*args, **kwargs)
-            return out
+            return function.apply(*args, **kwargs)
 
         return call
 
@@ -102,8 +101,7 @@ class SampleRows(NamedTuple):
         """Return the sums [B, D] of each sample's rows, in float32, on a GPU."""
         assert self.offsets is not None
         if _gpu_kernels is not None and values_TD.is_cuda:
-            out: Tensor = _gpu_kernels.sample_sums(values_TD.contiguous(), self.offsets)
-            return out
+            return _gpu_kernels.sample_sums(values_TD.contiguous(), self.offsets)
         # Unchecked, since a check of the offsets would wait for the device.
         return torch.segment_reduce(values_TD.float(), "sum", offsets=self.offsets, axis=0, initial=0, unsafe=True)
 
@@ -126,8 +124,7 @@ def gather_rows(table_BD: Tensor, rows: SampleRows | None) -> Tensor:
         return table_BD
     if rows.offsets is None:
         return table_BD.index_select(0, rows.ids)
-    out: Tensor = _GatherRows.apply(table_BD, *rows)
-    return out
+    return _GatherRows.apply(table_BD, *rows)
 
 
 def _add_to_samples(sums_BD: Tensor | None, rows: SampleRows | None, values_TD: Tensor, num_samples: int) -> Tensor:
@@ -383,8 +380,7 @@ def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, T
         q, k and v [T, 3, H, K] in the type of `qkv_T3HK`.
     """
     if _gpu_kernels is not None and qkv_T3HK.is_cuda:
-        out: Tensor = _gpu_kernels.NormalizeHeads.apply(qkv_T3HK, weight_2K, *(rotary or (None, None)), EPSILON)
-        return out
+        return _gpu_kernels.NormalizeHeads.apply(qkv_T3HK, weight_2K, *(rotary or (None, None)), EPSILON)
     return _normalize_heads(qkv_T3HK, weight_2K, rotary)
 
 
