@@ -67,7 +67,8 @@ class MaskedDiffusion:
 
     def find_texts(self, tokens: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """Return which tokens are not of a prefix, bool [N], and how many of each sample, int64 [B]; on the host."""
-        ends, prefixes = (tokens == self.prefix_end).nonzero().squeeze(1), torch.zeros(layout.num_samples).long()
+        ends = (tokens == self.prefix_end).nonzero().squeeze(1)
+        prefixes = torch.zeros(layout.num_samples, dtype=torch.int64)
         prefixes[layout.sample_of_token[ends]] = layout.position[ends] + 1
         return layout.position >= prefixes[layout.sample_of_token], torch.tensor(layout.lengths) - prefixes
 

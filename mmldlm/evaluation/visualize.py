@@ -151,7 +151,7 @@ def _first_guesses(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
         given = masked, batch.latents.to(device), t_text, torch.zeros_like(t_text), layout.to(device), positions, None
         logits, _, lengths, *_ = run.model(*given)
         if counted:
-            position = np.concatenate([np.arange(length) for length in text_lengths])
+            position = np.concatenate([np.arange(length) for length in text_lengths.tolist()])
             np.add.at(token_hits[0], position, (logits.argmax(-1).cpu() == batch.tokens[places]).numpy())
             np.add.at(token_hits[1], position, 1)
             # The first class of the length head is one token.
