@@ -22,6 +22,7 @@ from mmldlm.diffusion.noise import RandomSource, SampleStreams
 from mmldlm.diffusion.objective import Network
 from mmldlm.diffusion.sampling import (
     Generation,
+    OnStep,
     SamplingConfig,
     generate,
     length_probabilities,
@@ -46,7 +47,7 @@ def generate_best(
     lengths: Sequence[int] | None = None,
     fit: Fit | None = None,
     words: Tensor | None = None,
-    on_step: Callable[[Tensor, tuple[int, ...], float], None] | None = None,
+    on_step: OnStep | None = None,
     template: Tensor | None = None,
     every_step: bool = False,
     prefixes: Sequence[Sequence[int]] | None = None,
@@ -62,9 +63,9 @@ def generate_best(
         max_length: Tokens of the longest text.
         lengths: Tokens of the texts of each latent; None: around the median of the length head.
         fit: By default, and where it gives no number for any candidate of a latent, the likelihood of its tokens.
-        words, template, every_step: See `generate`.
+        words, on_step, every_step: See `generate`.
+        template: Text to infill, in which only [MASK] is generated.
         prefixes: Of each latent, see `generate`.
-        on_step: Called with the tokens of all candidates, their lengths and the noise time.
     """
     config = replace(config, temperature=config.resolve_temperature("l2t", latents.shape[1], count))
     if lengths is None:
@@ -79,22 +80,16 @@ def generate_best(
     if tried.shape[1] < config.lengths and count > 1:
         draws = -(-count * config.lengths // tried.shape[1])  # as many candidates where there are fewer lengths
     per_latent = draws * tried.shape[1]
-    of_candidates = tuple(tried.repeat(1, draws).flatten().tolist())
     streams = generator.repeat(per_latent) if isinstance(generator, SampleStreams) else generator
     repeated = latents.repeat_interleave(per_latent, 0)
-    prefixes = prefixes or [()] * len(latents)
-    start = None if template is None else template.repeat(len(of_candidates))
-    if on_step is not None:  # `generate` reports after each step only; this is the start
-        on_step(torch.full((sum(of_candidates),), text.mask_id) if start is None else start, of_candidates, 1.0)
+    prefixes, kept = prefixes or [()] * len(latents), None if template is None else template.tolist()
+    start = [
+        [*prefix, *(kept or [text.mask_id] * length)]
+        for prefix, each in zip(prefixes, tried.repeat(1, draws).tolist(), strict=True)
+        for length in each
+    ]
     fill_in = partial(generate, model, text, latent, "l2t", config, words=words, every_step=every_step)
-    made = fill_in(
-        streams,
-        repeated,
-        of_candidates,
-        on_step=None if on_step is None else lambda t, tokens: on_step(tokens, of_candidates, t),
-        template=start,
-        prefixes=[prefix for prefix in prefixes for _ in range(per_latent)],
-    )
+    made = fill_in(streams, repeated, start, on_step=on_step)
     if per_latent > 1:
         scores = made.log_p.view(-1, per_latent)
         if fit is not None:
@@ -109,9 +104,8 @@ def generate_best(
 
     def fill_templates(templates: list[list[int]], numbers: Sequence[int], source: RandomSource) -> list[list[int]]:
         nonlocal passes
-        tokens = torch.tensor([token for each in templates for token in each])
-        own = [prefixes[number] for number in numbers]
-        filled = fill_in(source, latents[list(numbers)], tuple(map(len, templates)), template=tokens, prefixes=own)
+        whole = [[*prefixes[number], *each] for number, each in zip(numbers, templates, strict=True)]
+        filled = fill_in(source, latents[list(numbers)], whole)
         passes += filled.passes
         return filled.split()
 

@@ -43,12 +43,14 @@ class AncestralDecoder:
         is_masked = torch.ones(uniforms.shape[1], dtype=torch.bool)
         unmasked, remasked, remainders = [], [], []
         for uniform, (t, s) in zip(uniforms, pairwise(times), strict=True):
-            unmask, mask_again = text.select_tokens(is_masked, uniform, t, s, remask)
+            p_unmask, p_remask = text.unmask_probability(t, s, remask)
+            # One number serves both rules, since a token is either masked or not. At s = 0 no token stays masked.
+            unmask, mask_again = is_masked & (uniform < p_unmask), ~is_masked & (uniform < p_remask)
             is_masked = is_masked ^ unmask ^ mask_again
             unmasked.append(unmask.nonzero().squeeze(1))
             remasked.append(mask_again.nonzero().squeeze(1))
             # Given that a number is below the probability p of unmasking, number / p is again uniform in [0, 1).
-            remainders.append(uniform[unmask] / text.unmask_probability(t, s, remask)[0])
+            remainders.append(uniform[unmask] / p_unmask)
         self._unmasked, self._remasked = _copy_to(device, unmasked), _copy_to(device, remasked)
         self.uniforms = _copy_to(device, remainders)
 

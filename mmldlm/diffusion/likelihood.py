@@ -12,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.batch import Batch
-from mmldlm.diffusion.gaussian import GaussianDiffusion
-from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
+from mmldlm.diffusion.masked import TextConfig
 from mmldlm.diffusion.noise import draw_noise, mode_weights
-from mmldlm.diffusion.objective import LossConfig, Network, Objective
+from mmldlm.diffusion.objective import Network, Objective
 
 BOUND_SAMPLER = TextConfig(masks="exact").sampler  # of the noise times
 
@@ -23,8 +22,7 @@ BOUND_SAMPLER = TextConfig(masks="exact").sampler  # of the noise times
 @torch.no_grad()
 def bound_terms(
     network: Network,
-    text: MaskedDiffusion,
-    latent: GaussianDiffusion,
+    objective: Objective,
     batch: Batch,
     t_latent: float,
     seed: int,
@@ -48,7 +46,7 @@ def bound_terms(
     """
     noise = draw_noise(batch, seed, draw, num_slots, mode_weights("l2t"), BOUND_SAMPLER)
     noise = replace(noise, t_latent=torch.full_like(noise.t_latent, t_latent))
-    noised = Objective(LossConfig(), text.of_bound(), latent).corrupt(batch, noise)
+    noised = objective.for_validation().corrupt(batch, noise)
     prediction, _, length_logits, *_ = network(*noised.to(device).inputs)
     # On the host, where the order of summation is fixed.
     nll, sample = prediction.double().cpu(), noised.layout.sample_of_token[noised.positions]

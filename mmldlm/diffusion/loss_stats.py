@@ -13,8 +13,6 @@ from torch import Tensor
 
 from mmldlm.diffusion.noise import MODES
 
-_NOISE_BIN = "_noise_"  # in the names of losses of one noise bin
-
 
 class LossStats:
     """Entries of the sums [S] and counts [S] of losses: text by bin, latents by bin, lengths, `aux_losses`.
@@ -89,7 +87,7 @@ class LossStats:
             details |= _means({f"loss/{name}_{mode}": (value, count) for mode, value, count in by_mode})
             if bin_sums.shape[1] > 1:
                 by_bin = zip(noise_bin_names(bin_sums.shape[1]), bin_sums.sum(0), bin_counts.sum(0), strict=True)
-                details |= _means({f"loss/{name}{_NOISE_BIN}{part}": (value, count) for part, value, count in by_bin})
+                details |= _means({f"loss/{name}_noise_{part}": (value, count) for part, value, count in by_bin})
         accuracy = {"accuracy/masked_tokens": aux.pop("accuracy")} if "accuracy" in aux else {}
         losses["loss/length"] = float(sums[2 * num_bins] / counts[2 * num_bins])
         losses["loss/total"] = (

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mmldlm.batch import Batch
-from mmldlm.diffusion.schedule import MAX_MODE_SCALE, LogLinear, TimeSampler
+from mmldlm.batch import PackedLayout
+from mmldlm.diffusion.schedule import MAX_MODE_SCALE, MIN_TEXT_TIME, TimeSampler
 from mmldlm.settings.declaration import require_effect, setting
 
 TextLoss = Literal["elbo", "masked_mean"]
@@ -49,12 +49,12 @@ class TextConfig:
     def sampler(self) -> TimeSampler:
         """Distribution of t_text."""
         # Exact masks need no bound of 1 / t: a time above 0 masks at least one token.
-        lowest = LogLinear.t_min if self.masks == "independent" else MIN_EXACT_TIME
+        lowest = MIN_TEXT_TIME if self.masks == "independent" else MIN_EXACT_TIME
         return TimeSampler(self.time_sampling, mode_scale=self.mode_scale, stratified=self.stratified, lowest=lowest)
 
 
 class MaskedDiffusion:
-    """Masked diffusion with the schedule alpha(t) = 1 - t.
+    """Masked diffusion in which a token is not masked with probability alpha(t) = 1 - t (MDLM, section 3.5).
 
     A sample may begin with a prefix, a condition that ends with the token `prefix_end`: it is never masked, and no loss
     counts it. By default no sample has one.
@@ -64,18 +64,13 @@ class MaskedDiffusion:
         self.mask_id, self.prefix_end = mask_id, prefix_end
         self.loss_kind = loss
         self.masks = masks
-        self.schedule = LogLinear()
 
-    def of_bound(self) -> MaskedDiffusion:
-        """Return the process by which the likelihood bound is estimated, whatever a run was trained with."""
-        return MaskedDiffusion(self.mask_id, "elbo", "exact", self.prefix_end)
-
-    def prefix_lengths(self, batch: Batch) -> Tensor:
-        """Return how many tokens of each sample are its prefix, the one that ends it included; int64 [B]."""
-        ends, layout = (batch.tokens == self.prefix_end).nonzero().squeeze(1), batch.layout
-        lengths = torch.zeros(layout.num_samples, dtype=torch.int64)
-        lengths[layout.sample_of_token[ends]] = layout.position[ends] + 1
-        return lengths
+    def find_texts(self, tokens: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
+        """Return which tokens are not of a prefix, bool [N], and how many of each sample, int64 [B]; on the host."""
+        ends = (tokens == self.prefix_end).nonzero().squeeze(1)
+        prefixes = torch.zeros(layout.num_samples, dtype=torch.int64)
+        prefixes[layout.sample_of_token[ends]] = layout.position[ends] + 1
+        return layout.position >= prefixes[layout.sample_of_token], torch.tensor(layout.lengths) - prefixes
 
     def token_mask(self, uniforms: Tensor, t: Tensor, sample_of_token: Tensor) -> Tensor:
         """Return which tokens are masked at times t [B], bool [N], by one of `uniforms` float32 [N] per token.
@@ -92,11 +87,7 @@ class MaskedDiffusion:
             rank = torch.empty_like(order)
             rank[order] = torch.arange(len(order)) - (lengths.cumsum(0) - lengths)[sample_of_token[order]]
             return rank < _exact_counts(t, maskable)[sample_of_token]
-        return uniforms < (1 - self.schedule.alpha(t))[sample_of_token].to(uniforms.dtype)
-
-    def corrupt(self, tokens: Tensor, masked: Tensor) -> Tensor:
-        """Return the tokens with [MASK] where `masked` (bool [N]) is set."""
-        return tokens.masked_fill(masked, self.mask_id)
+        return uniforms < (1 - (1 - t))[sample_of_token].to(uniforms.dtype)  # 1 - alpha
 
     def weights(self, t: Tensor, lengths: Tensor, importance: Tensor, limit: float = math.inf) -> Tensor:
         """Return the weight [B] of a masked token's negative log likelihood in each sample.
@@ -118,7 +109,7 @@ class MaskedDiffusion:
             # t2l has no masks: an infinite weight would become NaN when `Objective.corrupt` multiplies it by 0.
             per_token = lengths / _exact_counts(t, lengths).clamp_min(1)
         else:
-            per_token = self.schedule.elbo_weight(t)
+            per_token = 1 / t.clamp_min(MIN_TEXT_TIME)
         return per_token.clamp_max(limit) * importance
 
     # --- reverse ----------------------------------------------------------------------------------------
@@ -133,19 +124,6 @@ class MaskedDiffusion:
         # At t = 1 nothing is unmasked yet, so there is nothing to remask.
         sigma = 0.0 if alpha_t <= 0 else remask * min(1.0, (1 - alpha_s) / alpha_t)
         return (alpha_s - (1 - sigma) * alpha_t) / (1 - alpha_t), sigma
-
-    def select_tokens(
-        self, is_masked: Tensor, uniforms: Tensor, t: float, s: float, remask: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return the tokens that a reverse step from t to s unmasks, and those that it masks again, bool [N] each.
-
-        Args:
-            is_masked: bool [N], the masked tokens at time t. At s = 0 no token stays masked.
-            uniforms: [N], numbers in [0, 1). One serves both rules, since a token is either masked or not.
-            remask: See `unmask_probability`.
-        """
-        p_unmask, p_remask = self.unmask_probability(t, s, remask)
-        return is_masked & (uniforms < p_unmask), ~is_masked & (uniforms < p_remask)
 
 
 def _exact_counts(t: Tensor, lengths: Tensor) -> Tensor:

@@ -197,18 +197,19 @@ class Objective:
             latent_weight=self.config.latent_weight,
             length_weight=self.config.length_weight,
         )
-        return Objective(config, self.text.of_bound(), self.latent, self.stats.num_noise_bins * refine)
+        text = MaskedDiffusion(self.text.mask_id, "elbo", "exact", self.text.prefix_end)
+        return Objective(config, text, self.latent, self.stats.num_noise_bins * refine)
 
     def corrupt(self, batch: Batch, noise: Noise) -> NoisedBatch:
         """Apply the forward processes of both modalities; on the host, where the size of `positions` is known."""
-        layout, prefixes = batch.layout, self.text.prefix_lengths(batch)
-        uniforms = noise.uniforms.masked_fill(layout.position < prefixes[layout.sample_of_token], 1.0)
+        layout = batch.layout
+        is_text, lengths = self.text.find_texts(batch.tokens, layout)
+        uniforms = noise.uniforms.masked_fill(~is_text, 1.0)
         masked = self.text.token_mask(uniforms, noise.t_text, layout.sample_of_token)
         positions = masked.nonzero().squeeze(1)
         sample = layout.sample_of_token[positions]
         trains_text = noise.mode != MODES.index("t2l")
         trains_latent = noise.mode != MODES.index("l2t")
-        lengths = torch.tensor(batch.lengths) - prefixes
         text_bin, latent_bin = (self.stats.bin_of(noise.mode, t) for t in (noise.t_text, noise.t_latent))
         token_weight = self.text.weights(noise.t_text, lengths, noise.importance) * trains_text
         # Tokens of each sample that the text loss is a mean over.
@@ -222,7 +223,7 @@ class Objective:
             time_weight = self.latent.min_snr_weight(noise.t_latent, self.config.min_snr_gamma)
             trained_latent_weight = time_weight * trains_latent
         return NoisedBatch(
-            noised_tokens=self.text.corrupt(batch.tokens, masked),
+            noised_tokens=batch.tokens.masked_fill(masked, self.text.mask_id),
             noised_latents=self.latent.corrupt(batch.latents, noise.epsilon, noise.t_latent),
             t_text=noise.t_text,
             t_latent=noise.t_latent,

@@ -136,6 +136,10 @@ class SamplingConfig:
         return mode == "l2t" or (mode == "joint" and self.joint_order == "latents_first" and latent_tokens > 1)
 
 
+# Called with the tokens of all texts, their lengths, and the noise time.
+OnStep = Callable[[Tensor, tuple[int, ...], float], None]
+
+
 @dataclass(frozen=True)
 class Generation:
     """Generated samples; the modality that was given is returned unchanged."""
@@ -152,32 +156,6 @@ class Generation:
         return [part.tolist() for part in self.tokens.split(self.lengths)]
 
 
-@dataclass(frozen=True)
-class MaskedPositions:
-    """Tokens to generate: those that are [MASK] at the start.
-
-    The reverse steps treat them as separate texts. The network gets the time at which training masks as many tokens
-    of a text: t times the fraction of masked tokens, where a prefix does not count. (The optimal prediction depends
-    only on which tokens are masked, not on the time: RADD, arXiv 2406.03736, theorem 1. But this network was trained
-    with matching times.)
-    """
-
-    positions: Tensor  # int64 [F]
-    layout: PackedLayout  # of these tokens alone
-    fraction: Tensor  # float32 [B]: of each text's tokens
-
-    @classmethod
-    def from_tokens(
-        cls, tokens: Tensor, mask_id: int, layout: PackedLayout, text_lengths: tuple[int, ...]
-    ) -> MaskedPositions:
-        """Find [MASK] in `tokens` [N], on the host; the result is on the device of `layout`."""
-        is_masked = tokens == mask_id
-        lengths = tuple(int(part.sum()) for part in is_masked.split(layout.lengths))
-        fraction = torch.tensor(lengths) / torch.tensor(text_lengths)
-        masked_layout = PackedLayout(lengths, layout.latent_tokens, layout.device)
-        return cls(is_masked.nonzero().squeeze(1).to(layout.device), masked_layout, fraction.to(layout.device))
-
-
 @torch.no_grad()
 def generate(
     model: Network,
@@ -187,70 +165,44 @@ def generate(
     config: SamplingConfig,
     generator: RandomSource,
     latents: Tensor,
-    lengths: tuple[int, ...],
-    tokens: Tensor | None = None,
-    on_step: Callable[[float, Tensor], None] | None = None,
-    template: Tensor | None = None,
+    start: Sequence[Sequence[int]],
+    on_step: OnStep | None = None,
     words: Tensor | None = None,
     every_step: bool = False,
-    prefixes: Sequence[Sequence[int]] | None = None,
 ) -> Generation:
-    """Generate B samples of known lengths, which do not count prefixes.
+    """Generate B samples, in which all tokens stay as they are but [MASK].
 
     Args:
         generator: A generator on the host, or one stream per sample; a seed gives the same numbers for any device.
         latents: [B, M, C], the condition in l2t. In other modes only its shape and device matter.
-        lengths: Tokens of each sample; N is their sum.
-        tokens: [N], the condition in t2l.
-        on_step: Called with (t, tokens) after each step that generates text.
-        template: [N], text to infill. Only its [MASK] tokens change; each sample has at least one.
+        start: Tokens of each sample: perhaps a prefix, which is a condition in every mode and is not returned, then a
+            text. Where it is generated, it has [MASK], in each sample at least once.
+        on_step: Called at the start, and after each step that generates text.
         words: bool [V], tokens that are words; under `doubled_words: avoid` none is placed next to itself.
         every_step: Run the network also in steps that need no prediction, where other ranks may need one.
-        prefixes: Conditions that stand before the texts, as tokens with the one that ends each. They are not returned.
     """
     assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
-    passes, comes_first = 0, mode == "joint" and config.joint_order == "latents_first"
-    known = tokens if mode == "t2l" else template
-    known = torch.full((sum(lengths),), text.mask_id) if known is None else known.cpu()
-    start = _Start.of_texts(known, lengths, prefixes or [()] * len(lengths))
-    if comes_first:
-        _, latents, _, passes = _reverse(
-            model, text, latent, "t2l", config, generator, latents, start, every_step=every_step
-        )
-        tokens_each = latents.shape[1]
-        decoding = config.resolve_decoding("joint", tokens_each)
-        temperature = config.resolve_temperature("joint", tokens_each)
-        mode, config = "l2t", replace(config, decoding=decoding, temperature=temperature)
-    elif mode == "t2l":
-        config = config.of_t2l(latent.prediction_type)
+    tokens = torch.tensor([token for sample in start for token in sample])
+    layout = PackedLayout(tuple(map(len, start)), latents.shape[1])
+    is_text, text_lengths = text.find_texts(tokens, layout)
+    lengths, texts = tuple(text_lengths.tolist()), is_text.nonzero().squeeze(1)
+    if on_step is not None:
+        on_step(tokens[texts], lengths, 1.0)
+    given_text = config.of_t2l(latent.prediction_type)
+    stages: list[tuple[Mode, SamplingConfig]] = [(mode, given_text if mode == "t2l" else config)]
+    if mode == "joint" and config.joint_order == "latents_first":
+        decoding = config.resolve_decoding("joint", latents.shape[1])
+        temperature = config.resolve_temperature("joint", latents.shape[1])
+        stages = [("t2l", config), ("l2t", replace(config, decoding=decoding, temperature=temperature))]
+        stages += [("t2l", given_text)] if config.joint_latents == "of_text" else []
     words = words if config.doubled_words == "avoid" else None
-    x, z, log_p, more = _reverse(
-        model, text, latent, mode, config, generator, latents, start, on_step, words, every_step
-    )
-    passes += more
-    if comes_first and config.joint_latents == "of_text":
-        config = config.of_t2l(latent.prediction_type)
-        start = replace(start, tokens=x.cpu())
-        _, z, _, more = _reverse(model, text, latent, "t2l", config, generator, z, start, every_step=every_step)
-        passes += more
-    return Generation(x.cpu()[start.text], lengths, z.float().cpu(), log_p.cpu(), passes)
-
-
-@dataclass(frozen=True)
-class _Start:
-    """Samples as the reverse process finds them, on the host: texts, perhaps masked, behind their prefixes."""
-
-    tokens: Tensor  # int64 [N']
-    lengths: tuple[int, ...]  # of the samples
-    text: Tensor  # int64 [N], places of the texts' tokens
-    text_lengths: tuple[int, ...]
-
-    @classmethod
-    def of_texts(cls, tokens: Tensor, lengths: tuple[int, ...], prefixes: Sequence[Sequence[int]]) -> _Start:
-        pairs = [*zip(prefixes, tokens.split(lengths), strict=True)]
-        whole = torch.cat([part for prefix, own in pairs for part in (tokens.new_tensor(prefix), own)])
-        is_text = torch.cat([torch.arange(len(prefix) + len(own)) >= len(prefix) for prefix, own in pairs])
-        return cls(whole, tuple(len(prefix) + len(own) for prefix, own in pairs), is_text.nonzero().squeeze(1), lengths)
+    log_p, passes = torch.full((len(start),), math.nan, dtype=torch.float64), 0
+    for stage, settings in stages:
+        tokens, latents, of_stage, more = _reverse(
+            model, text, latent, stage, settings, generator, latents, tokens, layout, texts, on_step, words, every_step
+        )
+        log_p, passes = log_p if of_stage is None else of_stage, passes + more
+    return Generation(tokens[texts], lengths, latents.float().cpu(), log_p, passes)
 
 
 def _reverse(
@@ -261,33 +213,44 @@ def _reverse(
     config: SamplingConfig,
     generator: RandomSource,
     latents: Tensor,
-    start: _Start,
-    on_step: Callable[[float, Tensor], None] | None = None,
-    words: Tensor | None = None,
-    every_step: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Run the reverse process of `generate`; return tokens [N'], latents [B, M, C], `log_p` [B] and passes."""
+    tokens: Tensor,
+    layout: PackedLayout,
+    texts: Tensor,
+    on_step: OnStep | None,
+    words: Tensor | None,
+    every_step: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, int]:
+    """Run one reverse process of `generate`; `tokens`, `layout` and `texts`, the places of texts, are on the host.
+
+    Returns:
+        Tokens on the host, latents [B, M, C], and where texts are generated their `log_p` [B] on the host; passes.
+    """
     device, batch = latents.device, latents.shape[0]
-    layout = PackedLayout(start.lengths, latents.shape[1], device)
-    x, texts = start.tokens.to(device), start.text.to(device)
+    is_masked = tokens == text.mask_id
+    counts = tuple(int(part.sum()) for part in is_masked.split(layout.lengths))
+    lengths = layout.sample_of_token[texts].bincount(minlength=batch)
+    text_lengths = tuple(lengths.tolist())
+    # The network gets the time at which training masks as many tokens of a text. (The optimal prediction depends only
+    # on which tokens are masked, not on the time: RADD, arXiv 2406.03736, theorem 1. But this network was trained with
+    # matching times.)
+    fraction = (torch.tensor(counts) / lengths).to(device)
+    layout, x, texts = layout.to(device), tokens.to(device), texts.to(device)
     grid = torch.linspace(1, 0, config.steps + 1).tolist()
     # Drawn in every mode: the start of generated latents, or the null condition of l2t under guidance.
     noise = draw_normal(generator, latents.shape).to(device)
     generates_text, generates_latent = mode != "t2l", mode != "l2t"
     z = latent.prior(noise) if generates_latent else latents
-    if generates_text:
-        masked = MaskedPositions.from_tokens(start.tokens, text.mask_id, layout, start.text_lengths)
-        uniforms = draw_uniform(generator, config.steps, masked.layout.lengths)
+    temperature = config.resolve_temperature(mode, latents.shape[1])
+    if generates_text:  # the reverse steps treat the masked tokens as separate texts
+        places, masked = is_masked.nonzero().squeeze(1).to(device), PackedLayout(counts, latents.shape[1], device)
+        uniforms = draw_uniform(generator, config.steps, counts)
         decoder = (
-            ConfidenceDecoder(text, grid, uniforms, masked.layout)
+            ConfidenceDecoder(text, grid, uniforms, masked)
             if config.resolve_decoding(mode, latents.shape[1]) == "confidence"
             else AncestralDecoder(text, grid, uniforms, config.remask, device)
         )
-    else:
-        is_masked = (start.tokens[start.text] == text.mask_id).float().split(start.text_lengths)
-        given_time = torch.stack([each.mean() for each in is_masked]).to(device)
-    all_masked, temperature = x.index_fill(0, texts, text.mask_id), config.resolve_temperature(mode, latents.shape[1])
-    log_p = torch.zeros(len(masked.positions) if generates_text else 0, dtype=torch.float64, device=device)
+        log_p = torch.zeros(len(places), dtype=torch.float64, device=device)
+    all_masked = x.index_fill(0, texts, text.mask_id)
 
     def times(value: float) -> Tensor:
         return torch.full((batch,), value, device=device)
@@ -298,10 +261,10 @@ def _reverse(
         positions = x.new_empty(0)
         if generates_text:
             # Only tokens to generate take the reverse step: the rest of a template never changes.
-            before = x[masked.positions]
+            before = x[places]
             rows = decoder.rows(step, before)
-            positions = masked.positions[rows]
-        t_text, t_latent = t * masked.fraction if generates_text else given_time, times(t if generates_latent else 0.0)
+            positions = places[rows]
+        t_text, t_latent = t * fraction if generates_text else fraction, times(t if generates_latent else 0.0)
         drawn, confidence = positions, z.new_empty(0)  # of no position, unless the network runs
         if generates_latent or len(positions) or every_step:  # otherwise the prediction is not used
             logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
@@ -324,14 +287,13 @@ def _reverse(
                 if words is not None:
                     confidence = hold_back_doubles(confidence, drawn, positions, layout, words)
         if generates_text:
-            x = x.index_copy(0, masked.positions, decoder.update(step, before, rows, drawn, confidence))
+            x = x.index_copy(0, places, decoder.update(step, before, rows, drawn, confidence))
             if on_step is not None:
-                on_step(s, x[texts])
+                on_step(x[texts], text_lengths, s)
     if not generates_text:
-        return x, z, torch.full((batch,), math.nan, dtype=torch.float64), passes
-    sums = torch.zeros(batch, dtype=torch.float64, device=device)
-    sums = sums.index_add(0, masked.layout.sample_of_token, log_p)
-    return x, z, sums / torch.tensor(masked.layout.lengths, device=device), passes
+        return tokens, z, None, passes
+    sums = torch.zeros(batch, dtype=torch.float64, device=device).index_add(0, masked.sample_of_token, log_p)
+    return x.cpu(), z, (sums / torch.tensor(counts, device=device)).cpu(), passes
 
 
 @torch.no_grad()
@@ -345,17 +307,9 @@ def length_probabilities(model: Network, mask_id: int, latents: Tensor, t_latent
     return logits.float().softmax(-1).cpu()
 
 
-def draw_lengths(
-    model: Network, mask_id: int, latents: Tensor, t_latent: float, generator: RandomSource
-) -> tuple[int, ...]:
-    """Return a length for each sample from the length head, given its latents [B, M, C] at noise time `t_latent`.
-
-    For clean latents (t_latent = 0) it is the median of the head's distribution, which minimizes the expected absolute
-    error. For noised latents it is drawn from the distribution, as lengths vary without a condition.
-    """
-    p = length_probabilities(model, mask_id, latents, t_latent)
-    if t_latent == 0:
-        return tuple(median_lengths(p).tolist())
+def draw_lengths(model: Network, mask_id: int, latents: Tensor, generator: RandomSource) -> tuple[int, ...]:
+    """Return a length for each sample, drawn from the length head's distribution given noise [B, M, C]."""
+    p = length_probabilities(model, mask_id, latents, 1.0)
     if isinstance(generator, torch.Generator):
         return tuple((torch.multinomial(p, 1, generator=generator).squeeze(1) + 1).tolist())
     quantile = draw_uniform(generator, 1, (1,) * len(p)).T
@@ -363,5 +317,5 @@ def draw_lengths(
 
 
 def median_lengths(p: Tensor) -> Tensor:
-    """Return the median of each distribution of lengths [B, max_length], int64 [B]."""
+    """Return the median of each distribution of lengths [B, max_length], int64 [B]: the least expected error."""
     return (p.cumsum(-1) < 0.5).sum(-1).clamp_max(p.shape[-1] - 1) + 1

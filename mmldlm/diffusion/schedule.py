@@ -138,20 +138,6 @@ PATHS: dict[Process, type[LatentPath]] = {
 }
 
 
-class LogLinear:
-    """Masking schedule of text, alpha(t) = 1 - t (MDLM, arXiv 2406.07524, section 3.5)."""
-
-    t_min = 1e-3  # the ELBO weight 1 / t is unbounded at 0
-
-    def alpha(self, t: Tensor) -> Tensor:
-        """Return the probability that a token is not masked."""
-        return 1 - t
-
-    def elbo_weight(self, t: Tensor) -> Tensor:
-        """Return -alpha'(t) / (1 - alpha(t)) (MDLM, eq. 10)."""
-        return 1 / t.clamp_min(self.t_min)
-
-
 def stratified_times(offset: float, strata: Tensor, count: int) -> Tensor:
     """Return float64 times on a low-discrepancy grid over the global batch (VDM, arXiv 2107.00630, appendix I.1).
 
@@ -199,5 +185,6 @@ class TimeSampler:
 
 
 UNIFORM = TimeSampler()
-UNIFORM_TEXT = TimeSampler(lowest=LogLinear.t_min)
+MIN_TEXT_TIME = 1e-3  # of independent masks: the weight 1 / t is unbounded at 0
+UNIFORM_TEXT = TimeSampler(lowest=MIN_TEXT_TIME)
 MAX_MODE_SCALE = 1.75  # from 2 / (pi - 2) = 1.752 on, the times of mode sampling do not increase with u

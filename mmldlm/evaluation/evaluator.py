@@ -15,10 +15,8 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mmldlm.batch import Batch
-from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.loader import collate
 from mmldlm.data.nearest import TextIndex, draw_samples
 from mmldlm.data.store import Split, Store
@@ -127,16 +125,6 @@ class Evaluation:
         """Number of documents, counted from the first, for which texts are generated."""
         return min(self.config.texts, len(self.ids))
 
-    @cached_property
-    def characters(self) -> np.ndarray:
-        """Number of characters of each document [n]."""
-        return self.split.characters[self.ids]
-
-    @property
-    def encoder(self) -> LatentEncoder:
-        """The encoder that computed the store's latents."""
-        return self.run.encoder
-
     # --- distribution over ranks ----------------------------------------------------------------------------
 
     def batches(self, condition: Condition, count: int | None = None) -> Iterator[tuple[bool, Batch]]:
@@ -185,64 +173,55 @@ class Evaluation:
         """
         if mode == "joint":  # which has no condition to be guided to
             sampling = replace(sampling, guidance=1.0)
-        work = ((counted, batch.slots, batch.latents) for counted, batch in self.batches(condition, count))
-        return self._generate(mode, work, self.tokens[:count], self.prefixes, sampling, own_length)
+        latents = self.latents["own" if condition == "none" else condition]  # whose size is that of the noise
+        return self._generate(mode, self.tokens[:count], self.prefixes, latents, sampling, own_length)
 
     def generate_latents(
         self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig, prefixes: Sequence[Sequence[int]] | None = None
     ) -> np.ndarray:
         """Generate the standardized latents [n, M, C] of texts given as tokens, in t2l (collective)."""
-        local = self._track(self._local_slots(np.array([len(text) for text in tokens])))
-        shape = self.raw_latents.shape[1:]
-        work = ((counted, torch.from_numpy(slots), torch.zeros(len(slots), *shape)) for counted, slots in local)
-        return self._generate("t2l", work, tokens, prefixes or [()] * len(tokens), sampling).latents
+        empty = np.zeros((len(tokens), *self.raw_latents.shape[1:]), np.float32)
+        return self._generate("t2l", tokens, prefixes or [()] * len(tokens), empty, sampling).latents
 
     @torch.no_grad()
     def _generate(
         self,
         mode: Mode,
-        work: Iterator[tuple[bool, Tensor, Tensor]],
         given_tokens: Sequence[Sequence[int]],
         prefixes: Sequence[Sequence[int]],
+        given_latents: np.ndarray,
         sampling: SamplingConfig,
         own_length: bool = False,
     ) -> GeneratedSamples:
-        """Generate for (counted, slots, latents) of `work`, with lengths or in t2l the tokens of `given_tokens`."""
-        run, count = self.run, len(given_tokens)
+        """Generate from latents, with lengths or in t2l the tokens of `given_tokens`."""
+        run, count, text = self.run, len(given_tokens), self.run.objective.text
+        lengths = np.array([len(tokens) for tokens in given_tokens])
         latents = np.zeros((count, *self.raw_latents.shape[1:]))
         # float64 holds every token id and length exactly, so that one sum over the ranks can merge them.
-        longest = run.store.manifest.max_length if own_length else max(map(len, given_tokens))
+        longest = run.store.manifest.max_length if own_length else lengths.max()
         texts, passes = np.zeros((count, 1 + longest)), 0.0
-        for counted, slots, given in work:
-            streams, rows = SampleStreams(self.config.seed, MODES.index(mode), slots), slots.tolist()
-            common: dict[str, Any] = {"every_step": self._every_step, "prefixes": [prefixes[row] for row in rows]}
+        for counted, slots in self._track(self._local_slots(lengths)):
+            streams, rows = SampleStreams(self.config.seed, MODES.index(mode), torch.from_numpy(slots)), slots.tolist()
+            given, heads = torch.from_numpy(given_latents[slots]), [prefixes[row] for row in rows]
             if own_length:
-                generation = generate_texts(run, sampling, streams, given, self.chooses, **common)
-            else:
-                own = [given_tokens[row] for row in rows]
-                generation = generate(
-                    run.model,
-                    run.objective.text,
-                    run.objective.latent,
-                    mode,
-                    sampling,
-                    streams,
-                    given.to(run.device),
-                    tuple(map(len, own)),
-                    torch.tensor([token for text in own for token in text]),
-                    words=run.words,
-                    **common,
+                generation = generate_texts(
+                    run, sampling, streams, given, self.chooses, every_step=self._every_step, prefixes=heads
                 )
+            else:
+                own = [given_tokens[row] if mode == "t2l" else [text.mask_id] * len(given_tokens[row]) for row in rows]
+                start = [[*head, *tokens] for head, tokens in zip(heads, own, strict=True)]
+                fixed = run.model, text, run.objective.latent, mode, sampling, streams, given.to(run.device)
+                generation = generate(*fixed, start, words=run.words, every_step=self._every_step)
             if not counted:
                 continue
             passes += generation.passes
             latents[rows] = generation.latents
-            for row, text in zip(rows, generation.split(), strict=True):
-                texts[row, : 1 + len(text)] = len(text), *text
+            for row, tokens in zip(rows, generation.split(), strict=True):
+                texts[row, : 1 + len(tokens)] = len(tokens), *tokens
         merged = self.sum_over_ranks(texts).astype(np.int64)
-        tokens = [row[1 : 1 + row[0]].tolist() for row in merged]
+        made = [row[1 : 1 + row[0]].tolist() for row in merged]
         passes = float(self.sum_over_ranks(np.array([passes]))[0])
-        return GeneratedSamples(self.sum_over_ranks(latents).astype(np.float32), tokens, passes / count)
+        return GeneratedSamples(self.sum_over_ranks(latents).astype(np.float32), made, passes / count)
 
     # --- baselines ------------------------------------------------------------------------------------------
 
@@ -319,5 +298,5 @@ class Evaluation:
         starts = range(rank * ENCODER_BATCH_SIZE, len(texts), world_size * ENCODER_BATCH_SIZE)
         for start in self.progress.track(starts, "batches of the encoder", len(starts)):
             batch = texts[start : start + ENCODER_BATCH_SIZE]
-            latents[start : start + len(batch)] = self.encoder.encode(batch)
+            latents[start : start + len(batch)] = self.run.encoder.encode(batch)
         return self.sum_over_ranks(latents).astype(np.float32)

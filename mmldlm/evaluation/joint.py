@@ -89,8 +89,7 @@ def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str
     evaluation.progress.phase("re-encoding of the generated texts")
     encoded, raw = evaluation.encode(texts[""]), run.store.restore(latents)
     metrics |= reencoding_metrics(encoded, raw)
-    shuffled = reencoding_metrics(encoded, np.roll(raw, 1, axis=0))
-    metrics["reencoded_cosine_shuffled"] = shuffled["reencoded_cosine"]
+    metrics["reencoded_cosine_shuffled"] = reencoding_metrics(encoded, np.roll(raw, 1, axis=0))["reencoded_cosine"]
     drawn = reencoding_metrics(encoded, run.store.restore(generated.latents))
     metrics["reencoded_cosine_drawn"] = drawn["reencoded_cosine"]
     metrics |= memorization_metrics(evaluation, generated.tokens)

@@ -38,8 +38,8 @@ def reference_metrics(
     accuracy = ratio_of_sums(
         np.array(matches, np.float64), np.array([len(text) for text in reference_tokens], np.float64)
     )
-    exact = sum(text == true for text, true in zip(texts, references, strict=True))
-    metrics = with_interval("token_accuracy", accuracy) | share_with_interval("exact_match", exact, len(texts))
+    exact = np.array([text == true for text, true in zip(texts, references, strict=True)])
+    metrics = with_interval("token_accuracy", accuracy) | share_with_interval("exact_match", exact)
     # `force` only silences a warning about references that look tokenized.
     for name, metric in (("bleu", BLEU(force=True)), ("chrf", CHRF())):
         metrics[name] = metric.corpus_score(list(texts), [list(references)]).score
@@ -127,7 +127,10 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
             pairs = zip(references[:NUM_SHOWN_SAMPLES], texts[:NUM_SHOWN_SAMPLES], strict=True)
             metrics["samples"] = [{"reference": reference, "generation": text} for reference, text in pairs]
             exact = np.array([text == true for text, true in zip(texts, references, strict=True)])
-            metrics["exact_match_by_length"] = _exact_match_by_length(exact, evaluation.lengths[:count])
+            metrics["exact_match_by_length"] = [
+                {**row, "texts": int(inside.sum()), **share_with_interval("exact_match", exact[inside])}
+                for row, inside in length_buckets(evaluation.lengths[:count])
+            ]
     evaluation.progress.phase("texts from latents, at the documents' lengths")
     add("_true_length", evaluation.generate("l2t", "own", count, sampling).tokens)
     evaluation.progress.phase("texts from token frequencies")
@@ -135,16 +138,6 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     upper_bound = reencoding_metrics(evaluation.encode(references), truth)
     upper_bound |= {"doubled_words": fault_metrics(reference_tokens, reference_tokens, words)["doubled_words"]}
     return metrics | {_add_suffix(key, "_true"): value for key, value in upper_bound.items()}
-
-
-def _exact_match_by_length(exact: np.ndarray, lengths: np.ndarray) -> list[dict[str, Any]]:
-    """Return one row per length bucket: `exact`, bool, and `lengths` in tokens are by text."""
-    rows = []
-    for first, last in length_buckets(lengths):
-        inside = exact[(lengths >= first) & (lengths <= last)]
-        share = share_with_interval("exact_match", int(inside.sum()), len(inside))
-        rows.append({"tokens_from": first, "tokens_to": last, "texts": len(inside), **share})
-    return rows
 
 
 def _add_suffix(key: str, suffix: str) -> str:

@@ -41,11 +41,6 @@ class TextBound:
         """Estimate of each document's negative ELBO in nats given its length, float64 [n]."""
         return self.weighted.mean(0)
 
-    @property
-    def length_nats(self) -> np.ndarray:
-        """Nats of each document's length, float64 [n]."""
-        return self.length.mean(0)
-
 
 def text_bound(evaluation: Evaluation, condition: Condition, t_latent: float = 0.0) -> TextBound:
     """Estimate the likelihood bound of all documents, whatever loss the run was trained with (collective).
@@ -59,8 +54,7 @@ def text_bound(evaluation: Evaluation, condition: Condition, t_latent: float = 0
     # The arrays of `TextBound`; other ranks fill in the remaining documents.
     terms = np.zeros((5, config.times, count))
     for draw, counted, batch in evaluation.draws(condition):
-        fixed = run.model, run.objective.text, run.objective.latent, batch, t_latent, config.seed
-        drawn = bound_terms(*fixed, draw, count, run.device)
+        drawn = bound_terms(run.model, run.objective, batch, t_latent, config.seed, draw, count, run.device)
         if counted:
             terms[:, draw, batch.slots.numpy()] = drawn
     return TextBound(*evaluation.sum_over_ranks(terms))
@@ -132,15 +126,14 @@ def confidence_nats(evaluation: Evaluation, condition: Condition) -> np.ndarray:
         if not counted:
             continue
         layout, truth = batch.layout.to(run.device), batch.tokens.to(run.device)
-        prefixes = text.prefix_lengths(batch).to(run.device)
-        lengths = torch.tensor(batch.lengths, device=run.device) - prefixes
+        is_text, lengths = (each.to(run.device) for each in text.find_texts(batch.tokens, batch.layout))
         ordered = lengths <= MAX_ORDERED_TOKENS
         latents, t_latent = batch.latents, torch.zeros(len(lengths), device=run.device)
         if condition == "none":
             latents = SampleStreams(evaluation.config.seed, _ORDERED, batch.slots).normal(latents.shape)
             t_latent = t_latent + 1
         latents, total = latents.to(run.device), torch.zeros(len(lengths), dtype=torch.float64, device=run.device)
-        generated = ordered[layout.sample_of_token] & (layout.position >= prefixes[layout.sample_of_token])
+        generated = ordered[layout.sample_of_token] & is_text
         tokens = torch.where(generated, text.mask_id, truth)
         while len(positions := (tokens == text.mask_id).nonzero().squeeze(1)):
             sample = layout.sample_of_token[positions]
@@ -218,7 +211,7 @@ def _text_metrics(evaluation: Evaluation, bound: TextBound, condition: Condition
     novel = np.argsort(evaluation.document_similarity, kind="stable")[: max(1, int(NOVEL_FRACTION * len(bound.nats)))]
     return {
         **_bits_by_unit(evaluation, bound.nats),
-        **_bits_with_length(evaluation, bound.nats, bound.length_nats),
+        **_bits_with_length(evaluation, bound.nats, bound.length.mean(0)),
         "bits_per_token_novel": _bits(bound.nats[novel], evaluation.lengths[novel]).value,
         **_by_confidence(evaluation, condition, bound),
     }
@@ -236,7 +229,8 @@ def _bits_with_length(evaluation: Evaluation, nats: np.ndarray, length_nats: np.
 def _bits_by_unit(evaluation: Evaluation, nats: np.ndarray) -> dict[str, Any]:
     """Return bits per token and per character, with standard errors and intervals."""
     metrics: dict[str, Any] = {}
-    for unit, sizes in (("token", evaluation.lengths), ("character", evaluation.characters)):
+    characters = evaluation.split.characters[evaluation.ids]
+    for unit, sizes in (("token", evaluation.lengths), ("character", characters)):
         bits = _bits(nats, sizes)
         metrics[f"bits_per_{unit}"] = bits.value
         metrics[f"bits_per_{unit}_standard_error"] = bits.standard_error
@@ -246,19 +240,16 @@ def _bits_by_unit(evaluation: Evaluation, nats: np.ndarray) -> dict[str, Any]:
 
 def _by_length(evaluation: Evaluation, bound: TextBound, baselines: dict[str, np.ndarray]) -> list[dict[str, Any]]:
     """Return one row per length bucket, `tokens_from` to `tokens_to` tokens; `baselines` are nats per document."""
-    rows, lengths = [], evaluation.lengths
-    for first, last in length_buckets(lengths):
-        inside = (lengths >= first) & (lengths <= last)
-        rows.append(
-            {
-                "tokens_from": first,
-                "tokens_to": last,
-                "documents": int(inside.sum()),
-                **with_interval("bits_per_token", _bits(bound.nats[inside], lengths[inside])),
-                **{name: _bits(nats[inside], lengths[inside]).value for name, nats in baselines.items()},
-            }
-        )
-    return rows
+    lengths = evaluation.lengths
+    return [
+        {
+            **row,
+            "documents": int(inside.sum()),
+            **with_interval("bits_per_token", _bits(bound.nats[inside], lengths[inside])),
+            **{name: _bits(nats[inside], lengths[inside]).value for name, nats in baselines.items()},
+        }
+        for row, inside in length_buckets(lengths)
+    ]
 
 
 def _by_noise_bin(evaluation: Evaluation, bound: TextBound, baselines: dict[str, TextBound]) -> list[dict[str, Any]]:

@@ -33,17 +33,6 @@ def retrieval_ranks(similarity: np.ndarray) -> np.ndarray:
     return (~(similarity < similarity.diagonal()[:, None])).sum(1)
 
 
-def share_interval(successes: int, count: int) -> tuple[float, float]:
-    """Return the 95 % confidence interval of a share of `count` documents (Wilson, 1927, J. Amer. Stat. Assoc. 22:209).
-
-    Unlike a normal one it has a width at shares of 0 and 1.
-    """
-    z = 1.959964
-    center, spread = (successes + z**2 / 2) / (count + z**2), successes * (count - successes) / count + z**2 / 4
-    half = z * math.sqrt(spread) / (count + z**2)
-    return max(0.0, center - half), min(1.0, center + half)
-
-
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Return Spearman's rank correlation: Pearson's of the ranks, ties at their mean rank. NaN if one is constant."""
     if min(np.ptp(a), np.ptp(b)) == 0:
@@ -111,22 +100,31 @@ def with_interval(name: str, ratio: Ratio) -> dict[str, Any]:
     return {name: ratio.value, f"{name}_ci95": list(ratio.interval)}
 
 
-def share_with_interval(name: str, successes: int, count: int) -> dict[str, Any]:
-    """Return a share and, as `_ci95`, its interval."""
-    return {name: successes / count, f"{name}_ci95": list(share_interval(successes, count))}
+def share_with_interval(name: str, hits: np.ndarray) -> dict[str, Any]:
+    """Return the share of true `hits` and, as `_ci95`, its interval (Wilson, 1927, J. Amer. Stat. Assoc. 22:209).
+
+    Unlike a normal one it has a width at shares of 0 and 1.
+    """
+    z, successes, count = 1.959964, int(hits.sum()), len(hits)
+    center, spread = (successes + z**2 / 2) / (count + z**2), successes * (count - successes) / count + z**2 / 4
+    half = z * math.sqrt(spread) / (count + z**2)
+    return {name: successes / count, f"{name}_ci95": [max(0.0, center - half), min(1.0, center + half)]}
 
 
 # --- tables ---------------------------------------------------------------------------------------------------
 
 
-def length_buckets(lengths: np.ndarray) -> list[tuple[int, int]]:
-    """Return the first and last length of each non-empty bucket: 1 to 8, 9 to 16, 17 to 32 and so on."""
-    lasts = [8]
-    while lasts[-1] < lengths.max():
-        lasts.append(2 * lasts[-1])
-    firsts = [1, *(last + 1 for last in lasts)]
-    buckets = zip(firsts, lasts, strict=False)
-    return [(first, last) for first, last in buckets if ((lengths >= first) & (lengths <= last)).any()]
+def length_buckets(lengths: np.ndarray) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
+    """Yield `tokens_from` and `tokens_to` of each bucket, 1 to 8, 9 to 16, 17 to 32 and so on, and which texts it has.
+
+    Empty buckets are left out.
+    """
+    first, last = 1, 8
+    while first <= lengths.max():
+        inside = (lengths >= first) & (lengths <= last)
+        if inside.any():
+            yield {"tokens_from": first, "tokens_to": last}, inside
+        first, last = last + 1, 2 * last
 
 
 def noise_bins(t: np.ndarray) -> Iterator[tuple[dict[str, Any], np.ndarray]]:

@@ -15,7 +15,7 @@ from mmldlm.data.nearest import unit_vectors
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.evaluation.controls import ridge_latents
 from mmldlm.evaluation.evaluator import Condition, Evaluation
-from mmldlm.evaluation.statistics import cosine, noise_bins, retrieval_ranks, share_interval, with_interval
+from mmldlm.evaluation.statistics import cosine, noise_bins, retrieval_ranks, share_with_interval, with_interval
 from mmldlm.utils.intervals import ratio_of_sums
 
 
@@ -43,8 +43,8 @@ def latent_similarity_metrics(evaluation: Evaluation, latents: np.ndarray) -> di
         **with_interval("cosine", own),
         "cosine_mean_latent": float(cosine(mean, truth).mean()),
         "cosine_shuffled": float(cosine(latents, other).mean()),
-        **{f"recall_at_{k}": float((rank <= k).mean()) for k in (1, 10)},
-        **{f"recall_at_{k}_ci95": list(share_interval(int((rank <= k).sum()), count)) for k in (1, 10)},
+        **share_with_interval("recall_at_1", rank <= 1),
+        **share_with_interval("recall_at_10", rank <= 10),
         "recall_at_1_chance": 1 / count,
         "recall_at_10_chance": min(10, count) / count,
         "median_rank": float(np.median(rank)),

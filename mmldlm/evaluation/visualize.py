@@ -144,15 +144,14 @@ def _first_guesses(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
     for counted, batch in evaluation.batches("own"):
         layout = batch.layout
         # t_text = 1 and t_latent = 0: the whole text is masked and the latent is clean.
-        prefixes = run.objective.text.prefix_lengths(batch)[layout.sample_of_token]
-        is_text = layout.position >= prefixes
-        masked = run.objective.text.corrupt(batch.tokens, is_text).to(device)
+        is_text, text_lengths = run.objective.text.find_texts(batch.tokens, layout)
+        masked = batch.tokens.masked_fill(is_text, run.objective.text.mask_id).to(device)
         t_text, places = torch.ones(layout.num_samples, device=device), is_text.nonzero().squeeze(1)
         positions = places.to(device)
         given = masked, batch.latents.to(device), t_text, torch.zeros_like(t_text), layout.to(device), positions, None
         logits, _, lengths, *_ = run.model(*given)
         if counted:
-            position = (layout.position - prefixes)[places].numpy()
+            position = np.concatenate([np.arange(length) for length in text_lengths.tolist()])
             np.add.at(token_hits[0], position, (logits.argmax(-1).cpu() == batch.tokens[places]).numpy())
             np.add.at(token_hits[1], position, 1)
             # The first class of the length head is one token.

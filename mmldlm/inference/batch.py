@@ -34,7 +34,7 @@ from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Problem
 from mmldlm.data.prepare.readers.files import suffix_format
 from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.errors import DataError, RunInUseError, UsageError
-from mmldlm.inference.conditions import align, load_latents
+from mmldlm.inference.conditions import align, check_shape, read_array
 from mmldlm.run.load import LoadedRun, load_run_on_all_ranks, run_config
 from mmldlm.utils.files import fsync, sha256, write_atomically
 from mmldlm.utils.printable import printable
@@ -154,7 +154,7 @@ def _check_tokens(item: Item, run: LoadedRun) -> Item:
 
 def read_rows(path: Path, run: LoadedRun) -> tuple[list[Item], Latents]:
     """Return the rows of an .npy file of latents as items, and a function that reads their latents."""
-    latents = load_latents(run, path)
+    latents = check_shape(run, read_array(path, "--latents"), f"--latents: {path}")
     finite = np.isfinite(latents).all((1, 2))
     return [
         Document("", str(path), row) if good else Problem(str(path), row, "invalid", f"row {row - 1} is not finite")

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -38,7 +39,6 @@ _EXCLUDES = {
     "like": (("latents",), ", whose latent is used"),
     "search": (("count", "length", "interpolate", "edit"), ", which improves one text of a latent, of any length"),
 }
-_EXCLUDED_BY_FILES = ("text", "interpolate", "edit", "watch")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -99,7 +99,7 @@ def check_options(options: argparse.Namespace, given: set[str]) -> None:
     for name, needed in _NEEDS.items():
         if name in given and needed not in given:
             raise UsageError(f"{_option(name)}: needs {_option(needed)}, which was not given")
-    excludes = _EXCLUDES | ({"out": (_EXCLUDED_BY_FILES, f" {out}")} if to_file else {})
+    excludes = _EXCLUDES | ({"out": (("text", "interpolate", "edit", "watch"), f" {out}")} if to_file else {})
     for name, (excluded, why) in excludes.items():
         for other in excluded:
             if {name, other} <= given:
@@ -160,6 +160,7 @@ def generated_lines(
 ) -> tuple[Generation, list[str]]:
     """Return the generation that the options request, and lines that show it."""
     config, count, seed = run.config.sampling, options.count, options.seed
+    made = partial(sample, run, options.mode, config, seed, count=count, callback=view, prefixes=options.prefix)
     if options.interpolate:
         start, end = options.interpolate
         points = options.points or DEFAULT_POINTS
@@ -168,31 +169,17 @@ def generated_lines(
         lines = [f"  {share:.2f}  {text}" for share, text in zip(np.linspace(0, 1, points), texts, strict=True)]
         return generation, [f"from: {start}", *lines, f"to: {end}"]
     if options.mode == "t2l":
-        generation, _ = sample(run, "t2l", config, seed, texts=options.text, count=count, prefixes=options.prefix)
+        generation, _ = made(texts=options.text)
         truth = np.repeat(encode_texts(run, options.text), count, axis=0)
         similarity = cosine(generation.latents.numpy(), truth)
         pairs = zip(np.repeat(options.text, count), similarity, strict=True)
         return generation, [f"cosine {value:.3f} to the encoder's own latent of: {text}" for text, value in pairs]
     if options.mode == "joint":
-        return sample(
-            run, "joint", config, seed, count=count, length=options.length, callback=view, prefixes=options.prefix
-        )
+        return made(length=options.length)
     template = None if span is None else mask_span(run, span, options.span_length)
     given = options.text if span is None else [span.text if options.like is None else options.like]
     raw = read_latents(run, options.latents) if options.latents else encode_texts(run, given)
-
-    generation, texts = sample(
-        run,
-        "l2t",
-        config,
-        seed,
-        raw_latents=raw,
-        count=count,
-        length=options.length,
-        template=template,
-        callback=view,
-        prefixes=options.prefix,
-    )
+    generation, texts = made(raw, length=options.length, template=template)
     candidates = [_distinct(texts[first : first + count]) for first in range(0, len(texts), count)]
     if span is not None:
         return generation, [f"edit: {options.edit}", *chain.from_iterable(candidates)]

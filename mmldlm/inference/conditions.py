@@ -36,12 +36,7 @@ def encode_texts(run: LoadedRun, texts: Sequence[str]) -> np.ndarray:
 
 def read_latents(run: LoadedRun, path: Path) -> np.ndarray:
     """Read latents on the encoder's scale from an .npy file, as `check_latents` does."""
-    return check_latents(run, load_latents(run, path), f"--latents: {path}")
-
-
-def load_latents(run: LoadedRun, path: Path) -> np.ndarray:
-    """Map an .npy file of latents to memory, not yet aligned, with the checks of `read_latents` except for finite."""
-    return _check_shape(run, read_array(path, "--latents"), f"--latents: {path}")
+    return check_latents(run, read_array(path, "--latents"), f"--latents: {path}")
 
 
 def read_array(path: Path, name: str) -> np.ndarray:
@@ -62,7 +57,7 @@ def check_latents(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
 
     Another shape or type, or a row that is not finite, is a `DataError` that begins with `name`.
     """
-    latents = _check_shape(run, latents, name)
+    latents = check_shape(run, latents, name)
     bad = ~np.isfinite(latents.reshape(len(latents), -1)).all(1)
     if bad.any():
         raise DataError(f"{name}: row {int(bad.argmax())} is not finite")
@@ -70,14 +65,15 @@ def check_latents(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
 
 
 def align(run: LoadedRun, latents: np.ndarray) -> np.ndarray:
-    """Return latents on the encoder's scale, float32 [n, M, C], of what `_check_shape` returned."""
+    """Return latents on the encoder's scale, float32 [n, M, C], of what `check_shape` returned."""
     latents = np.asarray(latents, np.float32)
     if run.alignment is not None:
         latents = latents[:, 0] @ run.alignment["matrix"].numpy() + run.alignment["bias"].numpy()
     return latents.reshape(len(latents), run.store.manifest.latent.tokens, -1)
 
 
-def _check_shape(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
+def check_shape(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
+    """Return latents, not yet aligned, as `check_latents` does but for whether they are finite."""
     shape, aligned = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels), ""
     if run.alignment is not None:  # a bundle of `mmldlm align`: vectors of the other encoder
         shape, aligned = (1, len(run.alignment["matrix"])), " of the encoder that the bundle was aligned to"

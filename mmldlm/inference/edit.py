@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
-
-_ESCAPED = "[]\\"
 
 
 @dataclass(frozen=True)
@@ -26,15 +25,11 @@ class SpanEdit:
             UsageError: There is not exactly one span.
         """
         text, marks = "", []
-        letters = iter(marked)
-        for letter in letters:
-            if letter == "\\":
-                following = next(letters, "")
-                text += following if following and following in _ESCAPED else letter + following
-            elif letter in "[]":
-                marks.append((letter, len(text)))
+        for piece in re.findall(r"\\[][\\]|.", marked, re.DOTALL):  # an escaped character, or any other
+            if piece in "[]":
+                marks.append((piece, len(text)))
             else:
-                text += letter
+                text += piece[-1]
         if [mark for mark, _ in marks] != ["[", "]"]:
             brackets = " ".join(mark for mark, _ in marks) or "no brackets"
             raise UsageError(

@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from mmldlm.diffusion.noise import MODES, Mode, RandomSource, SampleStreams, draw_normal
-from mmldlm.diffusion.sampling import GUIDANCE_NEEDS, Generation, SamplingConfig, draw_lengths, generate
+from mmldlm.diffusion.sampling import (
+    GUIDANCE_NEEDS,
+    Generation,
+    OnStep,
+    SamplingConfig,
+    draw_lengths,
+    generate,
+    length_probabilities,
+    median_lengths,
+)
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
 from mmldlm.run.texts import generate_texts
@@ -58,7 +67,8 @@ def sample(
         DataError: A text has no tokens, or more than any text of the run.
     """
     check_guidance(run, mode, config)
-    shape = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels)
+    manifest = run.store.manifest
+    shape = (manifest.latent.tokens, manifest.latent.channels)
     generator: RandomSource = torch.Generator().manual_seed(seed)
     if slots is not None:
         generator = SampleStreams(seed, MODES.index(mode), slots)
@@ -66,34 +76,32 @@ def sample(
     given = raw_latents if mode == "l2t" else texts if mode == "t2l" else prefixes
     assert given is not None
     heads = prefix_tokens(run, prefixes, len(given))
-    each = [head for head in heads for _ in range(count)]
     if texts is not None and mode == "t2l":
-        ids = [text_ids for text_ids in tokenize_texts(run, texts) for _ in range(count)]
-        tokens = torch.tensor([token for text_ids in ids for token in text_ids])
-        empty = torch.zeros(len(ids), *shape)
-        given_lengths = tuple(map(len, ids))
-        return generate_and_decode(run, mode, config, generator, empty, given_lengths, tokens=tokens, prefixes=each)
+        whole = [[*head, *ids] for head, ids in zip(heads, tokenize_texts(run, texts), strict=True)]
+        start = [each for each in whole for _ in range(count)]
+        return generate_and_decode(run, mode, config, generator, torch.zeros(len(start), *shape), start)
     if mode == "joint":
         # Noise for the length head at t_latent = 1; `generate` draws its own.
-        latents = draw_normal(generator, (len(each), *shape))
+        latents = draw_normal(generator, (count * len(heads), *shape))
     else:
         latents = torch.from_numpy(run.store.standardize(np.asarray(raw_latents)))
-    length = len(template) if template is not None else length
-    lengths = [length] * len(latents) if isinstance(length, int) else list(length or ())
-    if length and len(lengths) != len(latents):
+    length = (length if template is None else len(template)) or ()  # 0 is none
+    lengths = [length] * len(latents) if isinstance(length, int) else list(length)
+    if lengths and len(lengths) != len(latents):
         raise UsageError(f"lengths: expected one, or one for each condition, found {len(lengths)}")
     if mode == "joint":
-        drawn = tuple(lengths) if length else draw_text_lengths(run, latents, generator, t_latent=1.0)
-        return generate_and_decode(run, mode, config, generator, latents, drawn, callback=callback, prefixes=each)
-    start = None if template is None else torch.tensor(template)
-
-    on_step, chosen = _on_step(callback), lengths if length else None
-    made = generate_texts(run, config, generator, latents, True, count, chosen, on_step, start, prefixes=heads)
+        drawn = lengths or draw_lengths(run.model, manifest.mask_id, latents.to(run.device), generator)
+        each = [head for head in heads for _ in range(count)]
+        start = [[*head, *[manifest.mask_id] * number] for head, number in zip(each, drawn, strict=True)]
+        return generate_and_decode(run, mode, config, generator, latents, start, callback)
+    kept = None if template is None else torch.tensor(template)
+    made = generate_texts(
+        run, config, generator, latents, True, count, lengths or None, _on_step(callback), kept, prefixes=heads
+    )
     return decoded(run, made)
 
 
-def _on_step(callback: StepCallback | None) -> Callable[[Tensor, tuple[int, ...], float], None] | None:
-    """Return a function of tokens, their lengths and the noise time that calls `callback`, if there is one."""
+def _on_step(callback: StepCallback | None) -> OnStep | None:
     if callback is None:
         return None
     return lambda tokens, lengths, t: callback(t, [part.tolist() for part in tokens.cpu().split(lengths)])
@@ -138,13 +146,13 @@ def interpolate(
     check_guidance(run, "l2t", config)
     a, b = run.store.standardize(raw_latents)
     if not length:
-        middle = torch.from_numpy(slerp(a, b, 3)[1:2])
-        (length,) = draw_text_lengths(run, middle, torch.Generator().manual_seed(seed))
-    results = []
+        middle = torch.from_numpy(slerp(a, b, 3)[1:2]).to(run.device)
+        length = int(median_lengths(length_probabilities(run.model, run.store.manifest.mask_id, middle, 0.0)))
+    results, start = [], [[run.store.manifest.mask_id] * length]
     for latent in torch.from_numpy(slerp(a, b, points)).split(1):
         # One by one: within a batch the samples get different random numbers.
         generator = torch.Generator().manual_seed(seed)
-        results.append(generate_and_decode(run, "l2t", config, generator, latent, (length,), callback=callback))
+        results.append(generate_and_decode(run, "l2t", config, generator, latent, start, callback))
     generation = Generation(
         torch.cat([part.tokens for part, _ in results]),
         (length,) * points,
@@ -161,43 +169,18 @@ def generate_and_decode(
     config: SamplingConfig,
     generator: RandomSource,
     latents: Tensor,
-    lengths: tuple[int, ...],
-    tokens: Tensor | None = None,
+    start: Sequence[Sequence[int]],
     callback: StepCallback | None = None,
-    prefixes: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Generation, list[str]]:
     """Call `generate` with standardized `latents` [B, M, C] on the host, and decode the result as `sample` does."""
-    on_step = _on_step(callback)
-    if on_step is not None:  # `generate` reports after each step only; this is the start
-        on_step(torch.full((sum(lengths),), run.store.manifest.mask_id), lengths, 1.0)
-    made = generate(
-        run.model,
-        run.objective.text,
-        run.objective.latent,
-        mode,
-        config,
-        generator,
-        latents.to(run.device),
-        lengths,
-        tokens,
-        on_step=None if on_step is None else lambda t, current: on_step(current, lengths, t),
-        words=run.words,
-        prefixes=prefixes,
-    )
-    return decoded(run, made)
+    fixed = run.model, run.objective.text, run.objective.latent, mode, config, generator
+    return decoded(run, generate(*fixed, latents.to(run.device), start, _on_step(callback), run.words))
 
 
 def decoded(run: LoadedRun, made: Generation) -> tuple[Generation, list[str]]:
     """Return a generation with latents on the encoder's scale, and its texts."""
     restored = torch.from_numpy(run.store.restore(made.latents.numpy()))
     return replace(made, latents=restored), run.tokenizer.decode_batch(made.split())
-
-
-def draw_text_lengths(
-    run: LoadedRun, latents: Tensor, generator: RandomSource, t_latent: float = 0.0
-) -> tuple[int, ...]:
-    """Return a length for each of the standardized `latents` [B, M, C] from the length head, see `draw_lengths`."""
-    return draw_lengths(run.model, run.store.manifest.mask_id, latents.to(run.device), t_latent, generator)
 
 
 def tokenize_texts(run: LoadedRun, texts: Sequence[str]) -> list[list[int]]:

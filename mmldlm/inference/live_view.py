@@ -10,13 +10,11 @@ from typing import TextIO
 from mmldlm.data.tokenizer import MASK, Tokenizer
 from mmldlm.utils.printable import printable
 
-PAUSE_S = 0.06  # minimum time per step in a terminal: a small model is too fast to read along
-
 
 class LiveView:
     """A `StepCallback` that draws on `stream`. `close` clears the drawing in a terminal; lines elsewhere stay."""
 
-    def __init__(self, tokenizer: Tokenizer, stream: TextIO | None = None, pause_s: float = PAUSE_S):
+    def __init__(self, tokenizer: Tokenizer, stream: TextIO | None = None, pause_s: float = 0.06):
         from rich.console import Console  # here, as sampling from a bundle does without
         from rich.live import Live
 
@@ -28,7 +26,7 @@ class LiveView:
                 console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
             )
             self._live.start()
-        self._block = "░" if _can_write("░", self._stream) else "_"
+        self._block = "░" if (self._stream.encoding or "").lower().startswith("utf") else "_"
 
     def __call__(self, t: float, samples: Sequence[Sequence[int]]) -> None:
         from rich.console import Group
@@ -43,7 +41,7 @@ class LiveView:
             return
         indented = (Padding(Text(text, overflow="fold"), (0, 0, 0, 2)) for text in texts)
         self._live.update(Group(Text(f"t {t:.3f}"), *indented), refresh=True)
-        time.sleep(self._pause_s)
+        time.sleep(self._pause_s)  # a small model is too fast to read along
 
     def text(self, ids: Sequence[int]) -> str:
         """Return tokens as one line, with a block for each [MASK]; characters that are not printable are escaped."""
@@ -57,11 +55,3 @@ class LiveView:
         if self._live is not None:
             self._live.update("")  # `stop` draws the last frame in full, even where the screen has no room for it
             self._live.stop()
-
-
-def _can_write(text: str, stream: TextIO) -> bool:
-    try:
-        text.encode(stream.encoding or "ascii")
-    except (LookupError, UnicodeEncodeError):
-        return False
-    return True

@@ -203,13 +203,12 @@ class Model(_HubMixin):
         raw = None if latents is None else check_latents(run, np.asarray(latents), "latents")
         if raw is not None and len(raw) != len(ids):
             raise UsageError(f"latents: expected one for each of {len(ids)} texts, found {len(raw)}")
-        standardized = None if raw is None else run.store.standardize(raw)
         heads = prefix_tokens(run, _as_list(prefixes or ""), len(ids))
         whole = [[*head, *text] for head, text in zip(heads, ids, strict=True)]
         terms = np.zeros((draws, len(ids)))
         for slots in torch.arange(len(ids)).split(batch_size):
             tokens, rows = [whole[slot] for slot in slots.tolist()], slots.numpy()
-            given = None if standardized is None else standardized[rows]
+            given = None if raw is None else raw[rows]
             terms[:, rows] = draw_bounds(run, tokens, given, slots, len(ids), seed, range(draws))
         errors = terms.std(0, ddof=1) / math.sqrt(draws) if draws > 1 else np.full(len(ids), math.nan)
         return Score(terms.mean(0), errors, np.array([len(text) for text in ids]))
@@ -274,14 +273,14 @@ def draw_bounds(
     """Return unbiased estimates of the bounds of B texts in nats, float64 [T, B], see `Model.score`.
 
     Args:
-        latents: Standardized latents [B, M, C]; None: without.
+        latents: [B, M, C] on the encoder's scale; None: without.
         slots: int64 [B], places of the texts among the `num_slots` that share the low-discrepancy grids of noise times.
         draws: Numbers of the draws: each has its own noise.
     """
-    latent = run.store.manifest.latent
-    conditions = np.zeros((len(tokens), latent.tokens, latent.channels), np.float32) if latents is None else latents
-    flat = torch.tensor([token for text in tokens for token in text])
+    latent, flat = run.store.manifest.latent, torch.tensor([token for text in tokens for token in text])
+    shape = len(tokens), latent.tokens, latent.channels
+    conditions = np.zeros(shape, np.float32) if latents is None else run.store.standardize(latents)
     batch = Batch(flat, torch.from_numpy(conditions), tuple(map(len, tokens)), slots, slots)
     t_latent = 1.0 if latents is None else 0.0
-    fixed = run.model, run.objective.text, run.objective.latent, batch, t_latent, seed
+    fixed = run.model, run.objective, batch, t_latent, seed
     return np.stack([bound_terms(*fixed, draw, num_slots, run.device)[3].numpy() for draw in draws])

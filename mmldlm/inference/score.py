@@ -12,23 +12,11 @@ import torch
 from mmldlm.data.prepare.documents import Problem
 from mmldlm.errors import DataError
 from mmldlm.evaluation import BITS
-from mmldlm.inference.batch import (
-    Job,
-    Results,
-    add_batch_options,
-    batch_processes,
-    describe,
-    encode_with,
-    read_items,
-    read_rows,
-    run_batches,
-)
+from mmldlm.inference import batch
 from mmldlm.inference.generate import prefix_tokens
 from mmldlm.inference.model import check_scored_mode, draw_bounds
 from mmldlm.run.load import add_run_options, add_settings
 from mmldlm.utils.intervals import Ratio, mean_of_draws, ratio_of_sums
-
-OWN = "own"
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -42,7 +30,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--draws", type=int, default=16, help="noise times per text; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    add_batch_options(parser)
+    batch.add_batch_options(parser)
     options = parser.parse_intermixed_args(argv)
     if options.draws < 1:
         parser.error(f"--draws: expected at least 1, found {options.draws}")
@@ -53,25 +41,24 @@ def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm score`; returns the exit code."""
     options = _parse(argv)
     draws, size = options.draws, options.batch
-    with batch_processes(options) as (run, processes, progress):
+    with batch.batch_processes(options) as (run, processes, progress):
         check_scored_mode(run, options.latents is not None)
-        items = read_items(options.texts, run)
-        latent_file = Path(options.latents) if options.latents not in (None, OWN) else None
-        latents = encode_with(run) if options.latents == OWN else None
+        items = batch.read_items(options.texts, run)
+        latent_file = Path(options.latents) if options.latents not in (None, "own") else None
+        latents = batch.encode_with(run) if options.latents == "own" else None
         if latent_file is not None:
-            rows, latents = read_rows(latent_file, run)
+            rows, latents = batch.read_rows(latent_file, run)
             if len(rows) != len(items):
                 raise DataError(f"{latent_file}: {len(rows)} latents, expected one for each of {len(items)} texts")
             items = [row if isinstance(row, Problem) else item for item, row in zip(items, rows, strict=True)]
 
-        def compute(indices: list[int], texts: list[str], latents: np.ndarray | None) -> Results:
+        def compute(indices: list[int], texts: list[str], latents: np.ndarray | None) -> batch.Results:
             tokens = run.tokenizer.encode_batch(texts)
             prefixes = prefix_tokens(run, [getattr(items[index], "prefix", "") for index in indices], len(indices))
             whole = [[*prefix, *text] for prefix, text in zip(prefixes, tokens, strict=True)]
             # Items of a batch share the grids of noise times; each batch has draws of its own.
             slots, first = torch.tensor(indices) % size, indices[0] // size * draws
-            given = None if latents is None else run.store.standardize(latents)
-            bounds = draw_bounds(run, whole, given, slots, size, options.seed, range(first, first + draws))
+            bounds = draw_bounds(run, whole, latents, slots, size, options.seed, range(first, first + draws))
             means = [(len(text), mean_of_draws(nats)) for text, nats in zip(tokens, bounds.T, strict=True)]
             return [
                 {"tokens": count, "nats": mean.value, **_bits_per_token(mean * (1 / count))} for count, mean in means
@@ -79,12 +66,12 @@ def main(argv: list[str] | None = None) -> int:
 
         request = {
             "command": "score",
-            **describe(run, options, options.texts, latent_file),
-            "latents": options.latents and ("given" if latent_file else OWN),
+            **batch.describe(run, options, options.texts, latent_file),
+            "latents": options.latents and ("given" if latent_file else "own"),
             **{name: getattr(options, name) for name in ("draws", "seed", "batch")},
         }
-        job = Job(options.out, request, items, size, options.on_problem == "skip", latents)
-        run_batches(job, compute, processes, progress)
+        job = batch.Job(options.out, request, items, size, options.on_problem == "skip", latents)
+        batch.run_batches(job, compute, processes, progress)
         if processes.is_main:
             scored = [(record["nats"], record["tokens"]) for record in job.records() if "nats" in record]
             nats, tokens = np.array(scored, np.float64).reshape(-1, 2).T

@@ -35,7 +35,6 @@ from mmldlm.settings.declaration import setting
 
 Backend = Literal["sdpa", "varlen", "efficient", "math", "cpu_half"]
 AMPERE = (8, 0)  # compute capability
-NO_MASK = 0  # of `_efficient_attention_forward`; the other types are causal
 _HEAD_WIDTH = "a head width (model.width / model.num_heads)"
 
 
@@ -183,7 +182,7 @@ def _efficient(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[T
         max_seqlen_q=rows.max_length,
         max_seqlen_k=rows.max_length,
         dropout_p=0.0,
-        custom_mask_type=NO_MASK,
+        custom_mask_type=0,  # none; the others are causal
         compute_log_sumexp=torch.is_grad_enabled(),  # for backward
     )
     return _split_streams(out[0], rows, len(latent_qkv))
@@ -202,8 +201,7 @@ def _math(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor
 
 def _joint_rows(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor, ...]:
     """Return q, k and v, each [S, H, K], with each sample's latents before its tokens."""
-    joint: Tensor = _Reorder.apply(torch.cat([latent_qkv, text_qkv]), rows.order, rows.inverse)
-    return joint.unbind(1)
+    return _Reorder.apply(torch.cat([latent_qkv, text_qkv]), rows.order, rows.inverse).unbind(1)
 
 
 def _split_streams(joint_SHK: Tensor, rows: JointRows, num_latents: int) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,7 @@ def _in_chunks(
     """Return `formula` of all rows."""
     if runs_on_cpu(hidden_PD) and hidden_PD.shape[0] <= CHUNK_ROWS:
         return formula(hidden_PD, weight_VD, bias_V, targets_P)
-    out: Tensor = _Chunks.apply(formula, hidden_PD, weight_VD, bias_V, targets_P)
-    return out
+    return _Chunks.apply(formula, hidden_PD, weight_VD, bias_V, targets_P)
 
 
 class _Chunks(Function):

@@ -206,7 +206,7 @@ class MMDiTBlock(nn.Module):
 class MMDiT(nn.Module):
     """The denoiser of both modalities, with heads for tokens, latents and text lengths.
 
-    Its parameters have arbitrary values, or none on the meta device, until `init_weights` or a checkpoint sets them.
+    Its parameters have arbitrary values, or none on the meta device, until `initial_weights` or others are loaded.
 
     Args:
         shape: What the data determine.
@@ -249,14 +249,6 @@ class MMDiT(nn.Module):
         self.length_head = LengthHead(latent_width, conditioning, shape.max_length)
         self.text_terms = text_terms
         self.loss_weights = None if initial_loss_weights is None else LossWeights(initial_loss_weights)
-
-    @torch.no_grad()
-    def init_weights(self, seed: int = 0) -> MMDiT:
-        """Set all parameters to `initial_weights` and return the model."""
-        weights = self.initial_weights(seed)
-        for name, parameter in self.named_parameters():
-            parameter.copy_(weights[name])
-        return self
 
     def initial_weights(self, seed: int) -> InitialWeights:
         """Return the initial values of all parameters.
@@ -325,7 +317,7 @@ class MMDiT(nn.Module):
             length_logits = self.length_head(latent_BME, latent_time_BT)
             text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
             rows = self._rows(layout)
-            predicted = rows.text.select(positions, layout.num_samples)
+            predicted = SampleRows.of(rows.text.ids.index_select(0, positions), layout.num_samples)
             *blocks, last_block = zip(self.blocks, self._block_conditioning(conditioning_BT), strict=True)
             for block, conditioning in blocks:
                 text, latent = block(text, latent, conditioning, rows)
@@ -366,8 +358,7 @@ class MMDiT(nn.Module):
         hidden_PD = self.text_out(text_PD, final, rows) * gather_rows(1 + final.gate, rows)
         # Validation's objective takes likelihoods alone (`Objective.for_validation`).
         terms = self.training and self.text_terms
-        values, is_best = self.text_head(hidden_PD, self.token_embedding.weight, targets_P, terms)
-        return values, is_best
+        return self.text_head(hidden_PD, self.token_embedding.weight, targets_P, terms)
 
     def _predict_latents(
         self, latent_TE: Tensor, conditioning_BT: Tensor, rows: SampleRows | None, noised_BMC: Tensor

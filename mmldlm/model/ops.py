@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from typing import Any, NamedTuple, ParamSpec
 
@@ -33,16 +33,13 @@ CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
 MAX_FAKE_CHUNKS = 16  # per tensor without memory, where chunks only cost time; the memory of one stays small
 _assumed_device: ContextVar[str | None] = ContextVar("assumed_device", default=None)
 _gpu_kernels: Any = None  # the module, once `load_gpu_kernels` has run one of them
-_gpu_kernels_tried = False
 P = ParamSpec("P")
 
 
+@cache
 def load_gpu_kernels(device: torch.device) -> None:
     """Load the kernels of a GPU and run one, once in a process; where Triton does not run, the formulas are used."""
-    global _gpu_kernels, _gpu_kernels_tried
-    if _gpu_kernels_tried:
-        return
-    _gpu_kernels_tried = True
+    global _gpu_kernels
     try:
         kernels = import_module("mmldlm.model.gpu_kernels")
         kernels.sample_sums(torch.ones(1, 1, device=device), torch.arange(2, device=device))
@@ -61,8 +58,7 @@ def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], C
         def call(*args: P.args, **kwargs: P.kwargs) -> Tensor:
             if torch.compiler.is_compiling():
                 return formula(*args, **kwargs)
-            out: Tensor = function.apply(*args, **kwargs)
-            return out
+            return function.apply(*args, **kwargs)
 
         return call
 
@@ -101,16 +97,11 @@ class SampleRows(NamedTuple):
             return cls(index_T)
         return cls(index_T, torch.searchsorted(index_T, torch.arange(num_samples + 1, device=index_T.device)))
 
-    def select(self, positions_P: Tensor, num_samples: int) -> SampleRows:
-        """Return the rows at ascending positions."""
-        return self.of(self.ids.index_select(0, positions_P), num_samples)
-
     def sums(self, values_TD: Tensor) -> Tensor:
         """Return the sums [B, D] of each sample's rows, in float32, on a GPU."""
         assert self.offsets is not None
         if _gpu_kernels is not None and values_TD.is_cuda:
-            out: Tensor = _gpu_kernels.sample_sums(values_TD.contiguous(), self.offsets)
-            return out
+            return _gpu_kernels.sample_sums(values_TD.contiguous(), self.offsets)
         # Unchecked, since a check of the offsets would wait for the device.
         return torch.segment_reduce(values_TD.float(), "sum", offsets=self.offsets, axis=0, initial=0, unsafe=True)
 
@@ -133,8 +124,7 @@ def gather_rows(table_BD: Tensor, rows: SampleRows | None) -> Tensor:
         return table_BD
     if rows.offsets is None:
         return table_BD.index_select(0, rows.ids)
-    out: Tensor = _GatherRows.apply(table_BD, *rows)
-    return out
+    return _GatherRows.apply(table_BD, *rows)
 
 
 def _add_to_samples(sums_BD: Tensor | None, rows: SampleRows | None, values_TD: Tensor, num_samples: int) -> Tensor:
@@ -390,8 +380,7 @@ def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, T
         q, k and v [T, 3, H, K] in the type of `qkv_T3HK`.
     """
     if _gpu_kernels is not None and qkv_T3HK.is_cuda:
-        out: Tensor = _gpu_kernels.NormalizeHeads.apply(qkv_T3HK, weight_2K, *(rotary or (None, None)), EPSILON)
-        return out
+        return _gpu_kernels.NormalizeHeads.apply(qkv_T3HK, weight_2K, *(rotary or (None, None)), EPSILON)
     return _normalize_heads(qkv_T3HK, weight_2K, rotary)
 
 

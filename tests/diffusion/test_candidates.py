@@ -15,7 +15,7 @@ from mmldlm.diffusion.decoding import hold_back_doubles, without_neighbors
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import SampleStreams
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
-from tests.helpers.toy_pairs import MASK, VOCAB, WORDS, gaussian
+from tests.helpers.toy_pairs import MASK, VOCAB, WORDS, blanks, gaussian
 
 pytestmark = pytest.mark.quick
 
@@ -136,7 +136,8 @@ def test_no_word_stands_next_to_itself(decoding: str) -> None:
     def written(doubled_words: str, words: Tensor) -> list[list[int]]:
         config = SamplingConfig(64, temperature=0.0, decoding=decoding, doubled_words=doubled_words)  # type: ignore[arg-type]
         streams = SampleStreams(0, 0, torch.arange(3))
-        return generate(Network(logits), TEXT, LATENT, "l2t", config, streams, LATENTS, (7, 1, 8), words=words).split()
+        start = blanks((7, 1, 8))
+        return generate(Network(logits), TEXT, LATENT, "l2t", config, streams, LATENTS, start, words=words).split()
 
     assert written("allow", IS_WORD) == [[3] * 7, [3], [3] * 8]
     for text in written("avoid", IS_WORD):
@@ -162,7 +163,7 @@ def test_words_of_one_step_are_no_neighbors() -> None:
     def written(doubled_words: str) -> list[list[int]]:
         config = SamplingConfig(2, temperature=0.0, decoding="confidence", doubled_words=doubled_words)  # type: ignore[arg-type]
         streams = SampleStreams(0, 0, torch.arange(1))
-        return generate(network, TEXT, LATENT, "l2t", config, streams, LATENTS[:1], (4,), words=IS_WORD).split()
+        return generate(network, TEXT, LATENT, "l2t", config, streams, LATENTS[:1], blanks((4,)), words=IS_WORD).split()
 
     assert written("allow") == [[20, 3, 3, 5]] and written("avoid") == [[20, 4, 3, 5]]
 

@@ -21,7 +21,8 @@ from mmldlm.diffusion.sampling import SamplingConfig, generate
 from mmldlm.model.attention import Backend
 from mmldlm.model.heads import MASKED_LOGIT
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
-from tests.helpers.toy_pairs import MASK, PAD, VOCAB, WORDS, gaussian
+from tests.helpers.small_model import initialize
+from tests.helpers.toy_pairs import MASK, PAD, VOCAB, WORDS, blanks, gaussian
 
 pytestmark = pytest.mark.quick
 
@@ -149,7 +150,7 @@ def test_no_forward_pass_in_steps_that_unmask_nothing() -> None:
         return torch.zeros(len(rest[2]), WORDS), latents
 
     config = SamplingConfig(steps=32, decoding="confidence")
-    made = generate(model, TEXT, LATENT, "l2t", config, seeded(), torch.zeros(2, 1, 16), lengths)  # type: ignore[arg-type]
+    made = generate(model, TEXT, LATENT, "l2t", config, seeded(), torch.zeros(2, 1, 16), blanks(lengths))  # type: ignore[arg-type]
     assert not (made.tokens == MASK).any()
     # After the step to s, round(3 s) and round(2 s) are masked: both numbers change at four different s.
     assert len(asked) == 5
@@ -181,7 +182,7 @@ def texts_of(slots: list[int], mode: Mode, config: SamplingConfig, seed: int = 3
     lengths = tuple(4 + 5 * slot for slot in slots)
     latents = torch.randn(8, 1, 16, generator=seeded())[slots]
     streams = SampleStreams(seed, 0, torch.tensor(slots))
-    made = generate(self_contained, TEXT, LATENT, mode, config, streams, latents, lengths)  # type: ignore[arg-type]
+    made = generate(self_contained, TEXT, LATENT, mode, config, streams, latents, blanks(lengths))  # type: ignore[arg-type]
     return dict(zip(slots, made.split(), strict=True))
 
 
@@ -226,16 +227,16 @@ def test_no_step_waits_for_the_device(
     counts: list[int] = []
     exchanges = Exchanges()
 
-    def on_step(t: float, tokens: Tensor) -> None:
+    def on_step(tokens: Tensor, lengths: tuple[int, ...], t: float) -> None:
         counts.append(exchanges.count)
         if t == 0:
             raise Finished
 
     latents, streams = torch.empty(3, 1, 16, device="meta"), SampleStreams(0, 0, torch.arange(3))
     with pytest.raises(Finished), exchanges:
-        generate(model, TEXT, LATENT, mode, config, streams, latents, (9, 4, 40), on_step=on_step)
+        generate(model, TEXT, LATENT, mode, config, streams, latents, blanks((9, 4, 40)), on_step=on_step)
     # The index tensors of a layout are copied when they are first used.
-    assert len(counts) == config.steps and counts[0] == counts[-1] > 0
+    assert len(counts) == 1 + config.steps and counts[1] == counts[-1] > 0
 
 
 @pytest.mark.gpu
@@ -243,15 +244,15 @@ def test_no_step_waits_for_the_device(
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_no_step_synchronizes_a_gpu(config: SamplingConfig) -> None:
     model = MMDiT(ModelConfig(depth=1, width=32, num_heads=2), DataShape(VOCAB, MASK, PAD, 40, 1, 16))
-    model.init_weights().eval().to("cuda")
+    initialize(model).eval().to("cuda")
 
-    def on_step(t: float, tokens: Tensor) -> None:
+    def on_step(tokens: Tensor, lengths: tuple[int, ...], t: float) -> None:
         # The first step makes what later ones keep, and the result is read after the last one.
-        torch.cuda.set_sync_debug_mode("error" if t > 0 else "default")
+        torch.cuda.set_sync_debug_mode("error" if 0 < t < 1 else "default")
 
     streams, latents = SampleStreams(0, 0, torch.arange(3)), torch.zeros(3, 1, 16, device="cuda")
     try:
-        made = generate(model, TEXT, LATENT, "joint", config, streams, latents, (9, 4, 40), on_step=on_step)
+        made = generate(model, TEXT, LATENT, "joint", config, streams, latents, blanks((9, 4, 40)), on_step=on_step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not (made.tokens == MASK).any()

@@ -12,7 +12,7 @@ from mmldlm.diffusion.gaussian import LatentLoss, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion, Masks, TextConfig
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.objective import total_counts
-from mmldlm.diffusion.schedule import LogLinear, Process
+from mmldlm.diffusion.schedule import MIN_TEXT_TIME, Process
 from tests.helpers.toy_pairs import (
     LOSSES,
     MASK,
@@ -59,7 +59,7 @@ def test_a_perfect_denoiser_has_no_loss(
 def test_the_bound_of_a_uniform_predictor_is_log_v(mode: Mode) -> None:
     """Compare the estimate with log V, within 4.5 standard deviations.
 
-    A token counts 1 / t with probability t, t uniform above t_min: mean 1 and variance log(1 / t_min) - 1 + t_min.
+    A token counts 1 / t with probability t, t uniform above some s: mean 1 and variance log(1 / s) - 1 + s.
     Given t the masks are independent, so over n tokens the deviation is at most log V sqrt(variance / n): 0.76 % here.
     """
     bound, steps = objective(), 80
@@ -72,7 +72,7 @@ def test_the_bound_of_a_uniform_predictor_is_log_v(mode: Mode) -> None:
         counts.append(noised)
     nats = bound.stats.summary(torch.stack(sums).sum(0), total_counts(counts))["loss/text"]
     tokens = steps * len(PAIRS.tokens)
-    deviation = math.sqrt((math.log(1 / LogLinear.t_min) - 1 + LogLinear.t_min) / tokens)
+    deviation = math.sqrt((math.log(1 / MIN_TEXT_TIME) - 1 + MIN_TEXT_TIME) / tokens)
     assert deviation < 0.008
     assert nats / math.log(WORDS) == pytest.approx(1, abs=4.5 * deviation)
 

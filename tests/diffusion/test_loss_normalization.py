@@ -10,6 +10,7 @@ import torch
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.objective import total_counts
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from tests.helpers.small_model import initialize
 from tests.helpers.toy_pairs import MASK, PAD, VOCAB, gaussian, objective, random_pairs, select
 
 pytestmark = pytest.mark.quick
@@ -24,7 +25,8 @@ def model() -> MMDiT:
     torch.manual_seed(0)
     model = MMDiT(
         ModelConfig(depth=2, width=32, num_heads=2, conditioning_width=16), DataShape(VOCAB, MASK, PAD, 9, 2, 6)
-    ).init_weights()
+    )
+    initialize(model)
     with torch.no_grad():
         for parameter in model.parameters():  # at initialization the blocks are switched off
             parameter += 0.1 * torch.randn_like(parameter)

@@ -1,7 +1,8 @@
-"""Masked spans of a text are generated given the rest: `generate(template=...)`."""
+"""Masked spans of a text are generated given the rest: see `start` of `generate`."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
-from tests.helpers.toy_pairs import MASK, VOCAB, WORDS, PerfectDenoiser, gaussian, random_pairs
+from tests.helpers.toy_pairs import MASK, VOCAB, WORDS, PerfectDenoiser, gaussian, random_pairs, texts_of
 
 pytestmark = pytest.mark.quick
 
@@ -44,30 +45,20 @@ class Guesser:
         return logits, latents, torch.zeros(len(latents), 40)
 
 
-def written(model: object, config: SamplingConfig, kept: torch.Tensor | None = KEPT, **more: object) -> Generation:
+def written(model: object, config: SamplingConfig, kept: torch.Tensor = KEPT, **more: object) -> Generation:
     generator = torch.Generator().manual_seed(0)
-    return generate(
-        model,
-        TEXT,
-        LATENT,
-        "l2t",
-        config,
-        generator,
-        PAIRS.latents,
-        PAIRS.lengths,
-        template=kept,
-        **more,  # type: ignore[arg-type]
-    )
+    start = texts_of(replace(PAIRS, tokens=kept))
+    return generate(model, TEXT, LATENT, "l2t", config, generator, PAIRS.latents, start, **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_unmasked_tokens_stay_clean_at_every_step(config: SamplingConfig) -> None:
     model, steps = Guesser(), []
-    made = written(model, config, on_step=lambda t, tokens: steps.append((t, tokens.clone())))
+    made = written(model, config, on_step=lambda tokens, _, t: steps.append((t, tokens.clone())))
     for tokens, _, positions in model.asked:
         assert torch.equal(tokens[OUTSIDE], PAIRS.tokens[OUTSIDE])
         assert not OUTSIDE[positions].any()
-    assert len(steps) == config.steps and steps[-1][0] == 0
+    assert len(steps) == 1 + config.steps and steps[0][0] == 1 and steps[-1][0] == 0
     for _, tokens in steps:
         assert torch.equal(tokens[OUTSIDE], PAIRS.tokens[OUTSIDE])
     assert torch.equal(made.tokens, steps[-1][1]) and not (made.tokens == MASK).any()
@@ -81,8 +72,8 @@ def test_perfect_denoiser_restores_the_text(config: SamplingConfig) -> None:
 
 def test_only_masked_positions_are_predicted() -> None:
     """`ancestral` predicts each token once, when it is unmasked; `confidence` all masked tokens in every step."""
-    model, steps, ancestral = Guesser(), [KEPT], SamplingConfig(steps=8, decoding="ancestral")
-    written(model, ancestral, on_step=lambda _, tokens: steps.append(tokens.clone()))
+    model, steps, ancestral = Guesser(), [], SamplingConfig(steps=8, decoding="ancestral")
+    written(model, ancestral, on_step=lambda tokens, *_: steps.append(tokens.clone()))
     for (_, _, positions), (before, after) in zip(model.asked, pairwise(steps), strict=True):
         assert torch.equal(positions, ((before == MASK) & (after != MASK)).nonzero().squeeze(1))
     assert torch.equal(torch.cat([positions for *_, positions in model.asked]).sort().values, BLANKS)
@@ -103,18 +94,10 @@ def test_time_matches_the_number_of_masks() -> None:
 def test_most_confident_tokens_are_unmasked_first() -> None:
     steps: list[torch.Tensor] = []
     config = SamplingConfig(steps=5, decoding="confidence")
-    written(Guesser(), config, on_step=lambda _, tokens: steps.append(tokens.clone()))
-    for tokens, s in zip(steps, (0.8, 0.6, 0.4, 0.2, 0.0), strict=True):
+    written(Guesser(), config, on_step=lambda tokens, *_: steps.append(tokens.clone()))
+    for tokens, s in zip(steps, (1.0, 0.8, 0.6, 0.4, 0.2, 0.0), strict=True):
         masks = [int((part == MASK).sum()) for part in tokens.split(PAIRS.lengths)]
         assert masks == [round(s * size) for size in SIZES]
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_fully_masked_template_equals_plain_generation(config: SamplingConfig) -> None:
-    """The same model calls and random numbers as without `template`."""
-    assert torch.equal(
-        written(Guesser(), config, torch.full_like(KEPT, MASK)).tokens, written(Guesser(), config, None).tokens
-    )
 
 
 def test_context_determines_the_generated_tokens() -> None:
@@ -125,8 +108,6 @@ def test_context_determines_the_generated_tokens() -> None:
         known = F.one_hot(before.clamp_max(WORDS - 1), VOCAB) * 100.0
         return known * (before != MASK)[:, None] + F.one_hot(torch.tensor(5), VOCAB), latents, None
 
-    kept = torch.arange(10, 22).index_fill(0, torch.tensor([4]), MASK)
-    made = generate(
-        echo, TEXT, LATENT, "l2t", SamplingConfig(steps=3), torch.Generator(), PAIRS.latents[:1], (12,), template=kept
-    )
+    start = [[10, 11, 12, 13, MASK, *range(15, 22)]]
+    made = generate(echo, TEXT, LATENT, "l2t", SamplingConfig(steps=3), torch.Generator(), PAIRS.latents[:1], start)
     assert made.tokens.tolist() == [10, 11, 12, 13, 13, *range(15, 22)]

@@ -14,6 +14,7 @@ from mmldlm.diffusion.noise import MODES, Noise, draw_noise, mode_weights
 from mmldlm.diffusion.objective import Objective
 from mmldlm.model.heads import ACCURACY_STRIDE
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from tests.helpers.small_model import initialize
 from tests.helpers.toy_pairs import MASK, PAD, VOCAB, gaussian, objective, random_pairs
 
 pytestmark = pytest.mark.quick
@@ -28,7 +29,8 @@ def model() -> MMDiT:
     torch.manual_seed(0)
     model = MMDiT(
         ModelConfig(depth=1, width=32, num_heads=2, conditioning_width=16), DataShape(VOCAB, MASK, PAD, 9, 1, 6)
-    ).init_weights()
+    )
+    initialize(model)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)

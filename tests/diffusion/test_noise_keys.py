@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmldlm.diffusion.noise import MODES, Mode, Noise, draw_noise, mode_weights
-from mmldlm.diffusion.schedule import LogLinear, TimeSampler
+from mmldlm.diffusion.schedule import MIN_TEXT_TIME, TimeSampler
 from tests.helpers.toy_pairs import MASK, objective, random_pairs, select
 
 pytestmark = pytest.mark.quick
@@ -72,8 +72,8 @@ def test_times_are_stratified_over_the_global_batch(size: int) -> None:
             # All lie at one offset in their strata, so a shift by it puts each in the middle of its own.
             offset = (times[-1].double() * size) % 1
             strata = ((times.double() * size - offset).round() % size).sort().values
-            assert strata.tolist() == list(range(size)) or times.min() <= LogLinear.t_min
-        assert noise.t_text.min() >= torch.tensor(LogLinear.t_min)
+            assert strata.tolist() == list(range(size)) or times.min() <= MIN_TEXT_TIME
+        assert noise.t_text.min() >= torch.tensor(MIN_TEXT_TIME)
 
 
 def test_times_of_the_modalities_are_independent() -> None:

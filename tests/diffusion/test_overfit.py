@@ -16,7 +16,19 @@ from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
 from mmldlm.diffusion.schedule import Process
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
-from tests.helpers.toy_pairs import COMBINATIONS, MASK, PAD, VOCAB, gaussian, objective, random_pairs, select
+from tests.helpers.small_model import initialize
+from tests.helpers.toy_pairs import (
+    COMBINATIONS,
+    MASK,
+    PAD,
+    VOCAB,
+    blanks,
+    gaussian,
+    objective,
+    random_pairs,
+    select,
+    texts_of,
+)
 
 CHANNELS = 32
 PAIRS = random_pairs((4,) * 32 + (6,) * 32, CHANNELS)
@@ -52,7 +64,7 @@ def learned_by_heart(total: Objective, steps: int, share: float) -> MMDiT:
     config = ModelConfig(depth=1, width=48, latent_width=128, num_heads=2, conditioning_width=128, modulation_rank=0)
     shape = DataShape(VOCAB, MASK, PAD, max(PAIRS.lengths), 1, CHANNELS)
     model = MMDiT(config, shape, latent_skip=LatentConfig(prediction=total.latent.prediction_type).has_skip)
-    model.init_weights()
+    initialize(model)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98), weight_decay=0.0, fused=True)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = PEAK_LR * min((step + 1) / WARMUP, 1 - step / steps)
@@ -74,7 +86,8 @@ def memorize(process: Process, prediction: PredictionType, loss: LatentLoss) -> 
     def sample(mode: Mode, config: SamplingConfig) -> Generation:
         generator = torch.Generator().manual_seed(1)
         latents = PAIRS.latents if mode == "l2t" else torch.zeros_like(PAIRS.latents)
-        return generate(model, total.text, latent, mode, config, generator, latents, PAIRS.lengths, PAIRS.tokens)
+        start = texts_of(PAIRS) if mode == "t2l" else blanks(PAIRS.lengths)
+        return generate(model, total.text, latent, mode, config, generator, latents, start)
 
     accuracy = (sample("l2t", SamplingConfig(8, temperature=0.0)).tokens == PAIRS.tokens).float().mean()
     cosines = {}

@@ -13,9 +13,16 @@ from mmldlm.diffusion.decoding import TextDecoding
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss, LatentSampler, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode
-from mmldlm.diffusion.sampling import Generation, SamplingConfig, draw_lengths, generate
+from mmldlm.diffusion.sampling import (
+    Generation,
+    SamplingConfig,
+    draw_lengths,
+    generate,
+    length_probabilities,
+    median_lengths,
+)
 from mmldlm.diffusion.schedule import Process
-from tests.helpers.toy_pairs import COMBINATIONS, MASK, PerfectDenoiser, gaussian, random_pairs
+from tests.helpers.toy_pairs import COMBINATIONS, MASK, PerfectDenoiser, blanks, gaussian, random_pairs, texts_of
 
 pytestmark = pytest.mark.quick
 
@@ -31,8 +38,8 @@ def seeded() -> torch.Generator:
 def recovered(latent: GaussianDiffusion, mode: Mode, config: SamplingConfig) -> Generation:
     denoiser = PerfectDenoiser(PAIRS, latent, any_magnitude=latent.loss_kind == "cosine")
     condition = PAIRS.latents if mode == "l2t" else torch.zeros_like(PAIRS.latents)
-    tokens = PAIRS.tokens if mode == "t2l" else None
-    return generate(denoiser, TEXT, latent, mode, config, seeded(), condition, PAIRS.lengths, tokens)
+    start = texts_of(PAIRS) if mode == "t2l" else blanks(PAIRS.lengths)
+    return generate(denoiser, TEXT, latent, mode, config, seeded(), condition, start)
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "euler"])
@@ -91,7 +98,7 @@ def test_forward_passes_only_in_steps_that_unmask(remask: float) -> None:
         return PerfectDenoiser(PAIRS, latent)(*arguments)
 
     config = SamplingConfig(steps=200, decoding="ancestral", remask=remask)
-    made = generate(denoiser, TEXT, latent, "l2t", config, seeded(), PAIRS.latents, PAIRS.lengths)
+    made = generate(denoiser, TEXT, latent, "l2t", config, seeded(), PAIRS.latents, blanks(PAIRS.lengths))
     assert torch.equal(made.tokens, PAIRS.tokens)
     assert all(asked)
     assert sum(asked) == len(PAIRS.tokens) if remask == 0 else sum(asked) > len(PAIRS.tokens)
@@ -120,7 +127,7 @@ def test_t2l_takes_one_pass_where_the_network_predicts_latents(prediction: Predi
         (SamplingConfig(5, t2l_steps=3, latent_sampler="euler"), 3),
     ):
         seen.clear()
-        made = generate(denoiser, TEXT, latent, "t2l", config, seeded(), PAIRS.latents, PAIRS.lengths, PAIRS.tokens)
+        made = generate(denoiser, TEXT, latent, "t2l", config, seeded(), PAIRS.latents, texts_of(PAIRS))
         assert len(seen) == expected
         if expected == 1:
             torch.testing.assert_close(made.latents, PAIRS.latents)
@@ -139,7 +146,7 @@ def test_latents_come_before_the_text_that_is_given_them() -> None:
         return PerfectDenoiser(PAIRS, latent)(*arguments)
 
     config = SamplingConfig(4, joint_order="latents_first", joint_latents="drawn")
-    made = generate(denoiser, TEXT, latent, "joint", config, seeded(), PAIRS.latents, PAIRS.lengths)
+    made = generate(denoiser, TEXT, latent, "joint", config, seeded(), PAIRS.latents, blanks(PAIRS.lengths))
     assert torch.equal(made.tokens, PAIRS.tokens)
     assert seen[:4] == [(1, 1), (0.75, 1), (0.5, 1), (0.25, 1)]
     assert [latent for latent, _ in seen[4:]] == [0] * len(seen[4:])
@@ -158,7 +165,7 @@ def test_the_latents_of_joint_are_at_last_those_of_its_text() -> None:
     made = {}
     for which in ("drawn", "of_text"):
         config = SamplingConfig(4, joint_latents=which)  # type: ignore[arg-type]
-        made[which] = generate(denoiser, TEXT, latent, "joint", config, seeded(), PAIRS.latents, PAIRS.lengths)
+        made[which] = generate(denoiser, TEXT, latent, "joint", config, seeded(), PAIRS.latents, blanks(PAIRS.lengths))
         assert torch.equal(made[which].tokens, PAIRS.tokens)
     torch.testing.assert_close(made["drawn"].latents, -PAIRS.latents, rtol=0, atol=1e-5)
     torch.testing.assert_close(made["of_text"].latents, PAIRS.latents, rtol=0, atol=1e-5)
@@ -207,7 +214,7 @@ def test_generation_is_a_function_of_the_seed() -> None:
     def made(seed: int) -> Generation:
         generator = torch.Generator().manual_seed(seed)
         empty = torch.zeros_like(PAIRS.latents)
-        return generate(noisy, TEXT, latent, "joint", SamplingConfig(4, 1.0), generator, empty, PAIRS.lengths)
+        return generate(noisy, TEXT, latent, "joint", SamplingConfig(4, 1.0), generator, empty, blanks(PAIRS.lengths))
 
     assert torch.equal(made(1).tokens, made(1).tokens) and torch.equal(made(1).latents, made(1).latents)
     assert not torch.equal(made(1).tokens, made(2).tokens)
@@ -221,10 +228,11 @@ def test_lengths_are_drawn_from_the_length_head() -> None:
         logits[:, [2, 6]] = torch.tensor([0.8, 0.2]).log()
         return None, None, logits
 
-    drawn = draw_lengths(model, MASK, torch.zeros(5000, 1, 4), 1.0, seeded())
+    drawn = draw_lengths(model, MASK, torch.zeros(5000, 1, 4), seeded())
     assert set(drawn) == {3, 7}
     assert abs(drawn.count(3) / 5000 - 0.8) < 4.5 * (0.8 * 0.2 / 5000) ** 0.5
-    assert draw_lengths(model, MASK, torch.zeros(3, 1, 4), 0.0, seeded()) == (3, 3, 3), "the median, given a latent"
+    given = length_probabilities(model, MASK, torch.zeros(3, 1, 4), 0.0)
+    assert median_lengths(given).tolist() == [3, 3, 3]
 
 
 def test_confidence_with_remasking_is_refused() -> None:

@@ -18,6 +18,7 @@ from mmldlm.diffusion.schedule import Process
 from mmldlm.errors import ConfigError
 from mmldlm.model.heads import LossWeights
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from tests.helpers.small_model import initialize
 from tests.helpers.toy_pairs import (
     MASK,
     PAD,
@@ -46,7 +47,8 @@ def model_of(config: LossConfig) -> MMDiT:
         DataShape(VOCAB, MASK, PAD, 9, 2, 6),
         text_terms=config.needs_text_terms,
         initial_loss_weights=(1.0, config.latent_weight) if learned else None,
-    ).init_weights()
+    )
+    initialize(model)
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -106,7 +106,7 @@ def test_lengths_are_paid_for(fresh: LoadedRun) -> None:
     """The length head starts at equal probabilities."""
     evaluation = Evaluation(fresh, EvaluationConfig())
     longest = fresh.store.manifest.max_length
-    assert text_bound(evaluation, "own").length_nats == pytest.approx(math.log(longest))
+    assert text_bound(evaluation, "own").length.mean(0) == pytest.approx(math.log(longest))
     result = likelihood_given_latents(evaluation)
     per_token = math.log2(longest) / evaluation.lengths.mean()
     assert result["length_bits_per_token"] == pytest.approx(per_token)

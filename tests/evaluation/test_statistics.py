@@ -21,7 +21,7 @@ from mmldlm.evaluation.statistics import (
     length_buckets,
     repetition,
     retrieval_ranks,
-    share_interval,
+    share_with_interval,
     spearman,
     token_entropy,
 )
@@ -165,9 +165,9 @@ def test_intervals_of_text_scores_hold_them_and_narrow_with_more_documents() -> 
 
 def test_shares_of_none_and_all_have_an_interval() -> None:
     """Wilson's: Table 1 of Newcombe (1998, Statist. Med. 17:857) has 81 of 263 and 0 of 20."""
-    assert share_interval(81, 263) == pytest.approx((0.2553, 0.3662), abs=5e-5)
-    assert share_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
-    assert share_interval(20, 20) == pytest.approx((0.8389, 1.0), abs=5e-5)
+    for right, count, expected in ((81, 263, [0.2553, 0.3662]), (0, 20, [0.0, 0.1611]), (20, 20, [0.8389, 1.0])):
+        share = share_with_interval("exact", np.arange(count) < right)
+        assert share["exact"] == right / count and share["exact_ci95"] == pytest.approx(expected, abs=5e-5)
 
 
 def test_perplexity_is_over_tokens_not_over_texts() -> None:
@@ -177,8 +177,10 @@ def test_perplexity_is_over_tokens_not_over_texts() -> None:
 
 def test_length_buckets_hold_each_document_once() -> None:
     lengths = np.array([1, 8, 9, 16, 40, 64, 65])
-    assert length_buckets(lengths) == [(1, 8), (9, 16), (33, 64), (65, 128)]
-    assert length_buckets(np.array([3])) == [(1, 8)]
+    rows, inside = zip(*length_buckets(lengths), strict=True)
+    assert [(row["tokens_from"], row["tokens_to"]) for row in rows] == [(1, 8), (9, 16), (33, 64), (65, 128)]
+    assert (np.sum(inside, 0) == 1).all()
+    assert [row for row, _ in length_buckets(np.array([3]))] == [{"tokens_from": 1, "tokens_to": 8}]
 
 
 def test_intervals_of_few_documents_are_student_s() -> None:

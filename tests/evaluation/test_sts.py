@@ -72,7 +72,7 @@ def test_correlations_match_scipy(run: LoadedRun) -> None:
     pairs = [*PAIRS, Pair("zzz qqq", "The wave.", 2.0)]  # of words that the encoder does not know
     result = sts_metrics(evaluation, pairs)
     assert result["sts_pairs"] == 5 and result["sts_unencodable"] == 1
-    a, b = (evaluation.encoder.encode([pair[side] for pair in PAIRS]) for side in (0, 1))
+    a, b = (evaluation.run.encoder.encode([pair[side] for pair in PAIRS]) for side in (0, 1))
     scores = [pair.score for pair in pairs]
     assert result["sts_spearman_encoder"] == pytest.approx(scipy.stats.spearmanr(cosine(a, b), scores[:4]).statistic)
     sentences, tokens = tokenize_sentences(evaluation, pairs)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import PackedLayout
+from mmldlm.checkpoint.state import load_model_state
 from mmldlm.config import RunConfig
 from mmldlm.data.manifest import Manifest
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
@@ -35,12 +36,17 @@ def small_model(
     shape = DataShape(VOCAB, MASK, PAD, MAX_LENGTH, latent_tokens, CHANNELS)
     network = CPUHalfMMDiT if (precision != "fp32", device, backend) == (True, "cpu", "sdpa") else MMDiT
     model = network(ModelConfig(**settings), shape, backend, memory, precision, latent_skip=True)  # type: ignore[arg-type]
-    model.init_weights()
+    initialize(model)
     torch.manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += stir * torch.randn_like(parameter)
     return model if device == "cpu" else model.to(device)
+
+
+def initialize(model: MMDiT, seed: int = 0) -> MMDiT:
+    load_model_state(model, model.initial_weights(seed))
+    return model
 
 
 @dataclass(frozen=True)
@@ -92,4 +98,4 @@ def build_model(config: RunConfig, manifest: Manifest) -> MMDiT:
     """Return the network of a config on the host, with its initial weights."""
     model = build_meta_model(config, manifest, "cpu")
     materialize(model, "cpu")
-    return model.init_weights(config.run.weights_seed)
+    return initialize(model, config.run.weights_seed)

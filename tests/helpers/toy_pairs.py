@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 from typing import get_args
 
@@ -39,6 +40,15 @@ def random_pairs(lengths: tuple[int, ...], channels: int = 16, latent_tokens: in
     latents = torch.randn(len(lengths), latent_tokens, channels, generator=generator)
     index = torch.arange(len(lengths))
     return Batch(tokens, F.normalize(latents, dim=-1) * math.sqrt(channels), lengths, index, index)
+
+
+def blanks(lengths: Sequence[int]) -> list[list[int]]:
+    """Texts of these lengths to generate."""
+    return [[MASK] * length for length in lengths]
+
+
+def texts_of(batch: Batch) -> list[list[int]]:
+    return [part.tolist() for part in batch.tokens.split(batch.lengths)]
 
 
 def select(batch: Batch, rows: list[int]) -> Batch:

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mmldlm import cli
-from mmldlm.diffusion.sampling import SamplingConfig
+from mmldlm.diffusion.sampling import SamplingConfig, length_probabilities, median_lengths
 from mmldlm.inference import encode_texts, sample
-from mmldlm.inference.generate import draw_text_lengths, interpolate, slerp
+from mmldlm.inference.generate import interpolate, slerp
 from mmldlm.model.layers import Modulation
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.run.load import LoadedRun
@@ -98,7 +98,7 @@ def test_endpoints_match_their_latents(short_run: LoadedRun) -> None:
 def test_all_points_have_the_median_length_of_the_middle(short_run: LoadedRun) -> None:
     ends, config = encode_texts(short_run, [A, B]), replace(short_run.config.sampling, steps=1)
     middle = torch.from_numpy(slerp(*short_run.store.standardize(ends), 3)[1:2])
-    (median,) = draw_text_lengths(short_run, middle, torch.Generator())
+    (median,) = median_lengths(length_probabilities(short_run.model, short_run.tokenizer.mask_id, middle, 0.0)).tolist()
     assert {interpolate(short_run, config, seed, ends, 3)[0].lengths for seed in range(3)} == {(median,) * 3}
 
 

@@ -12,6 +12,7 @@ from mmldlm.model.initial_weights import _BLOCK, InitialWeights, Normal
 from mmldlm.model.layers import HeadNorm, Modulation
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 from mmldlm.utils.meta_device import materialize
+from tests.helpers.small_model import initialize
 
 SHAPE = DataShape(512, 510, 511, 16, 2, 6)
 NUMEL = 2 * _BLOCK + 77
@@ -57,7 +58,7 @@ def test_weights_of_a_deeper_network_differ_by_the_residual_scale_alone() -> Non
 def test_distributions_are_those_of_the_table() -> None:
     model = network()
     materialize(model, "cpu")
-    model.init_weights(seed=5)
+    initialize(model, seed=5)
     for name, parameter in model.named_parameters():
         module = model.get_submodule(name.rpartition(".")[0])
         if isinstance(module, HeadNorm):
@@ -83,7 +84,7 @@ def test_neither_drawing_nor_building_moves_the_callers_random_state() -> None:
     before = torch.get_rng_state()
     model = network()
     materialize(model, "cpu")
-    model.init_weights()
+    initialize(model)
     assert torch.equal(torch.get_rng_state(), before)
 
 

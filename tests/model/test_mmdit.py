@@ -16,7 +16,7 @@ from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, count_parameters
 from mmldlm.model.ops import normalize_heads
 from mmldlm.settings.fields import build
 from tests.helpers.noised_batch import LENGTHS, noised_batch
-from tests.helpers.small_model import CHANNELS, MASK, MAX_LENGTH, PAD, Inputs, random_inputs, small_model
+from tests.helpers.small_model import CHANNELS, MASK, MAX_LENGTH, PAD, Inputs, initialize, random_inputs, small_model
 
 pytestmark = pytest.mark.quick
 
@@ -59,7 +59,7 @@ def test_every_parameter_is_used_in_joint_training(latent_tokens: int, config: d
 def test_losses_of_the_initial_network(tied: bool) -> None:
     torch.manual_seed(0)
     shape = DataShape(512, 510, 511, MAX_LENGTH, 2, CHANNELS)
-    model = MMDiT(ModelConfig(depth=2, width=64, num_heads=4, tie_embeddings=tied), shape).init_weights()
+    model = initialize(MMDiT(ModelConfig(depth=2, width=64, num_heads=4, tie_embeddings=tied), shape))
     inputs = random_inputs((16,) * 32, 2)
     targets = torch.randint(0, 510, (len(inputs.tokens),))
     positions = torch.arange(len(targets))
