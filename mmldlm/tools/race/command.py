@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmldlm.errors import ConfigError, ExitCode, UsageError
-from mmldlm.tools.compare.command import fraction, positive
+from mmldlm.tools.compare import fraction, positive
 from mmldlm.tools.race.arms import BOUND, Arm
 from mmldlm.tools.race.ledger import Ledger
 from mmldlm.tools.race.race import METRICS, NO_RESULT, Proposal, Race, result_line

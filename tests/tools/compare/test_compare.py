@@ -15,7 +15,7 @@ import pytest
 
 from mmldlm import cli, train
 from mmldlm.errors import UsageError
-from mmldlm.tools.compare import command
+from mmldlm.tools import compare
 from mmldlm.tools.report.paired import Difference
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_config import TINY
@@ -42,7 +42,7 @@ def config(folder: Path, name: str, store: Path, **changes: str) -> Path:
 
 def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     capsys.readouterr()
-    assert command.main([*map(str, arguments), "--json"]) == 0
+    assert compare.main([*map(str, arguments), "--json"]) == 0
     result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
 
@@ -109,13 +109,13 @@ def test_runs_without_partners(tmp_path: Path, capsys: pytest.CaptureFixture[str
     """Runs of other seeds are compared as independent ones; runs of three configs are not compared."""
     a = [write_run(tmp_path / f"a{seed}", seed) for seed in (1, 2, 3)]
     b = [write_run(tmp_path / f"b{seed}", seed, shift=1, lr=2e-3) for seed in (4, 5, 6)]
-    assert command.main([*map(str, a + b)]) == 0
+    assert compare.main([*map(str, a + b)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "final values, mean over 6 runs" and lines[-1] == "loss/total over seeds: B is above A"
     (row,) = [row for row in compared(capsys, *a, *b)["over_seeds"] if row["metric"] == "loss/total"]
     assert (row["of"], row["n"], row["verdict"]) == ("runs", 6, "worse") and row["relative_interval"][0] > 0
     with pytest.raises(UsageError, match="found those of 3: a1 and 2 more, b4 and 2 more, c"):
-        command.main([*map(str, a + b), str(write_run(tmp_path / "c", 1, lr=3e-3))])
+        compare.main([*map(str, a + b), str(write_run(tmp_path / "c", 1, lr=3e-3))])
 
 
 @pytest.mark.quick
@@ -141,7 +141,7 @@ def test_decisions() -> None:
 @pytest.mark.quick
 def test_user_errors(arguments: tuple[str, ...], named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        command.main([*arguments])
+        compare.main([*arguments])
 
 
 @pytest.mark.slow

@@ -1,1 +1,0 @@
-"""`mmldlm compare`: the paired difference of two runs."""
