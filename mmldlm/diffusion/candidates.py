@@ -48,7 +48,7 @@ def generate_best(
     fit: Fit | None = None,
     words: Tensor | None = None,
     on_step: OnStep | None = None,
-    template: Tensor | None = None,
+    template: Sequence[int] | None = None,
     every_step: bool = False,
     prefixes: Sequence[Sequence[int]] | None = None,
 ) -> Generation:
@@ -82,9 +82,9 @@ def generate_best(
     per_latent = draws * tried.shape[1]
     streams = generator.repeat(per_latent) if isinstance(generator, SampleStreams) else generator
     repeated = latents.repeat_interleave(per_latent, 0)
-    prefixes, kept = prefixes or [()] * len(latents), None if template is None else template.tolist()
+    prefixes = prefixes or [()] * len(latents)
     start = [
-        [*prefix, *(kept or [text.mask_id] * length)]
+        [*prefix, *(template or [text.mask_id] * length)]
         for prefix, each in zip(prefixes, tried.repeat(1, draws).tolist(), strict=True)
         for length in each
     ]

@@ -94,9 +94,8 @@ def sample(
         each = [head for head in heads for _ in range(count)]
         start = [[*head, *[manifest.mask_id] * number] for head, number in zip(each, drawn, strict=True)]
         return generate_and_decode(run, mode, config, generator, latents, start, callback)
-    kept = None if template is None else torch.tensor(template)
     made = generate_texts(
-        run, config, generator, latents, True, count, lengths or None, _on_step(callback), kept, prefixes=heads
+        run, config, generator, latents, True, count, lengths or None, _on_step(callback), template, prefixes=heads
     )
     return decoded(run, made)
 

@@ -23,7 +23,7 @@ def generate_texts(
     count: int = 1,
     lengths: Sequence[int] | None = None,
     on_step: Callable[[Tensor, tuple[int, ...], float], None] | None = None,
-    template: Tensor | None = None,
+    template: Sequence[int] | None = None,
     every_step: bool = False,
     prefixes: Sequence[Sequence[int]] | None = None,
 ) -> Generation:

@@ -21,8 +21,14 @@ if TYPE_CHECKING:
     from mmldlm.telemetry.figures import FigureData
 
 HPARAM_METRICS = (
-    *("loss/total", "validation/total", "validation/text", "validation/latent", "quality/l2t_bits_per_token"),
-    *("quality/figures_l2t_first_guess_accuracy", "quality/figures_t2l_cosine", "quality/figures_t2l_recall_at_1"),
+    "loss/total",
+    "validation/total",
+    "validation/text",
+    "validation/latent",
+    "quality/l2t_bits_per_token",
+    "quality/figures_l2t_first_guess_accuracy",
+    "quality/figures_t2l_cosine",
+    "quality/figures_t2l_recall_at_1",
     "speed/tokens_per_s",
 )
 SHOWN_QUALITY_SUFFIXES = ("_token_accuracy", "_bleu", "_cosine", "_recall_at_10", "_token_entropy", "_repetition_4")
