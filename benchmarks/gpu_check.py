@@ -125,7 +125,8 @@ def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
 def ceilings(options: Options) -> Result:
     """Rates of copies, of products of the network's shapes and of attention, and the cost of a launch."""
     scale, kind = 64 if options.tiny else 1, device().type
-    make = partial(torch.randn, device=kind, dtype=torch.bfloat16)
+    # A CPU, which shows only that it works, may have no instructions for bfloat16: minutes for one product.
+    make = partial(torch.randn, device=kind, dtype=torch.bfloat16 if kind == "cuda" else torch.float32)
     source = torch.zeros(2**30 // scale, device=kind)
     target = torch.empty_like(source)
     rates: Result = {"copy_tb_per_s": 8 * len(source) / milliseconds(partial(target.copy_, source)) / 1e9}
