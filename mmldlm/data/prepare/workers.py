@@ -68,13 +68,13 @@ def worker_pool(job: Job) -> Iterator[RunTasks]:
 
     try:
         yield run
-        executor.shutdown()
     except BrokenProcessPool:
         raise PeerLostError(
             "a worker process was killed, perhaps because memory ran out; start the same command again to continue"
         ) from None
     finally:
-        # Ends workers at once, also within a task; after success they have ended by the shutdown above.
+        # Ends workers at once, also within a task. A shutdown alone would wait for ever after a worker that was killed
+        # while it held the lock of the queue, as the others wait for that.
         closed_at_end.close()
         executor.shutdown(cancel_futures=True)
 
