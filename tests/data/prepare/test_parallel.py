@@ -11,12 +11,17 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from mmldlm.data.prepare import pipeline
+from mmldlm.data.prepare.job import Job
 from mmldlm.data.prepare.pipeline import main
+from mmldlm.data.prepare.workers import RunTasks, worker_pool
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import run_command
@@ -107,6 +112,24 @@ def test_killed_workers(job: PrepareJob, tmp_path: Path, rounds: int, capfd: pyt
     assert set(codes) <= {0, 76}
     with capfd.disabled():
         print(f"\n{codes.count(76)} killed, {codes.count(0)} finished before; {slowest_end:.1f} s at most to the end")
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_a_worker_that_is_killed_after_its_tasks(
+    number: int, job: PrepareJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of the three waits for tasks with the lock that the others wait for."""
+
+    @contextmanager
+    def killing(job: Job) -> Iterator[RunTasks]:
+        with worker_pool(job) as run:
+            yield run
+            time.sleep(0.2)
+            multiprocessing.active_children()[number].kill()
+
+    monkeypatch.setattr(pipeline, "worker_pool", killing)
+    assert Thread(job.arguments(tmp_path / "store", processes=3)).wait() == 0
+    assert differing(job.reference, tmp_path / "store") == []
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 26))])
