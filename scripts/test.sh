@@ -44,5 +44,7 @@ printf '==> lint\n'
 "$bin/lint-imports" --no-logo
 printf '==> types\n'
 "$bin/mypy"
+lines() { find "$1" -name '*.py' -exec cat {} + | wc -l; }
+printf '==> lines of Python: mmldlm %s, tests %s\n' "$(lines mmldlm)" "$(lines tests)"
 printf '==> tests (%s)\n' "${marks:-all}"
 "$bin/python" -m pytest -q -n auto --dist worksteal --durations 25 -m "$marks"
