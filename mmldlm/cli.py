@@ -25,7 +25,6 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
     "demo": ("mmldlm.tools.demo", "sample from a run interactively on a local web page"),
     "evaluate": ("mmldlm.evaluate", "evaluate a run on held-out documents"),
     "export": ("mmldlm.tools.export", "a run as a self-contained bundle: load it, sample from it, publish it"),
-    "align": ("mmldlm.tools.align", "a bundle that takes vectors of another encoder"),
     "checkpoints": ("mmldlm.tools.checkpoints", "list the checkpoints of a run, compare two, or average several"),
     "verify": ("mmldlm.tools.verify", "check a run or a checkpoint by its hashes, and compute steps again"),
     "explain": ("mmldlm.tools.spikes:explain_main", "find the samples that caused a step's gradient norm"),
@@ -40,7 +39,7 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
 # Use torch's devices.
 COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "verify", "explain")
 # Go on without a terminal, as the others do with --out: what they make is not what they print.
-MAKERS = ("prepare", "convert", "train", "demo", "evaluate", "export", "align", "race")
+MAKERS = ("prepare", "convert", "train", "demo", "evaluate", "export", "race")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -55,7 +55,7 @@ fi
 
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
 say "installing mmldlm${dev:+ with the tools of tests and benchmarks} into .venv (a few minutes the first time)"
-"${pip[@]}" install --quiet --constraint constraints.txt --editable ".[figures,report,demo${dev:+,dev,docs,encoders,tables,cluster,trackio,bench}]" \
+"${pip[@]}" install --quiet --constraint constraints.txt --editable ".[figures,report,demo${dev:+,dev,docs,encoders,tables,trackio,bench}]" \
   | filtered \
   || fail "pip could not install the dependencies; its message is above"
 if [ -n "$dev" ]; then

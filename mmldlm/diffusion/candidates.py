@@ -22,7 +22,6 @@ from mmldlm.diffusion.noise import RandomSource, SampleStreams
 from mmldlm.diffusion.objective import Network
 from mmldlm.diffusion.sampling import (
     Generation,
-    OnStep,
     SamplingConfig,
     generate,
     length_probabilities,
@@ -47,7 +46,6 @@ def generate_best(
     lengths: Sequence[int] | None = None,
     fit: Fit | None = None,
     words: Tensor | None = None,
-    on_step: OnStep | None = None,
     template: Sequence[int] | None = None,
     every_step: bool = False,
     prefixes: Sequence[Sequence[int]] | None = None,
@@ -63,7 +61,7 @@ def generate_best(
         max_length: Tokens of the longest text.
         lengths: Tokens of the texts of each latent; None: around the median of the length head.
         fit: By default, and where it gives no number for any candidate of a latent, the likelihood of its tokens.
-        words, on_step, every_step: See `generate`.
+        words, every_step: See `generate`.
         template: Text to infill, in which only [MASK] is generated.
         prefixes: Of each latent, see `generate`.
     """
@@ -89,7 +87,7 @@ def generate_best(
         for length in each
     ]
     fill_in = partial(generate, model, text, latent, "l2t", config, words=words, every_step=every_step)
-    made = fill_in(streams, repeated, start, on_step=on_step)
+    made = fill_in(streams, repeated, start)
     if per_latent > 1:
         scores = made.log_p.view(-1, per_latent)
         if fit is not None:

@@ -34,7 +34,7 @@ from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Problem
 from mmldlm.data.prepare.readers.files import suffix_format
 from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.errors import DataError, RunInUseError, UsageError
-from mmldlm.inference.conditions import align, check_shape, read_array
+from mmldlm.inference.conditions import check_shape, read_array
 from mmldlm.run.load import LoadedRun, load_run_on_all_ranks, run_config
 from mmldlm.utils.files import fsync, sha256, write_atomically
 from mmldlm.utils.printable import printable
@@ -159,7 +159,7 @@ def read_rows(path: Path, run: LoadedRun) -> tuple[list[Item], Latents]:
     return [
         Document("", str(path), row) if good else Problem(str(path), row, "invalid", f"row {row - 1} is not finite")
         for row, good in enumerate(finite, 1)
-    ], lambda indices, _: align(run, latents[indices])
+    ], lambda indices, _: np.asarray(latents[indices], np.float32)
 
 
 def encode_with(run: LoadedRun) -> Latents:

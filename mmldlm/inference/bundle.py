@@ -3,7 +3,6 @@
     manifest.json      sizes and SHA-256 of all other files, step, versions and revision of the code that trained it
     config.json        all settings of the run, without the paths of its machine
     model.safetensors  one set of weights, trained or EMA
-    alignment.safetensors  of `mmldlm align`: the map from another encoder's vectors to the latents
     latents.json       mean and scale of the latents
     tokenizer/         as transformers' AutoTokenizer reads it
     data/              the encoder, or the name of the one that computed the latents, and sizes of the data
@@ -56,7 +55,7 @@ Trained modes: {modes}.
 |---|---|
 | weights | {weights}, {parameters:,} parameters |
 | vocabulary, longest text | {vocab_size:,} tokens, {max_length} tokens |
-| latents | {latent_tokens} x {channels}, by the encoder {encoder}{aligned} |
+| latents | {latent_tokens} x {channels}, by the encoder {encoder} |
 
 ## Use
 
@@ -83,13 +82,9 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
     the bundle which the run was loaded from. A weight that is not finite is a `NumericalError`.
     """
     assert isinstance(run.model, nn.Module)
-    names, groups = [BUNDLE_CONFIG, LATENTS_NAME, CARD_NAME], dict[str, TensorGroup]()
-    for group, tensors in (("model", model_state(run.model)), ("alignment", run.alignment or {})):
-        if tensors:
-            slices = {name: SlicedTensor.like(tensor, ((0, 0),)) for name, tensor in tensors.items()}
-            groups[group] = TensorGroup(1, slices)
-            names.append(tensor_file_name(group, 0, 1))
-            write_tensors(folder / names[-1], tensors)
+    names, tensors = [BUNDLE_CONFIG, LATENTS_NAME, CARD_NAME, tensor_file_name("model", 0, 1)], model_state(run.model)
+    slices = {name: SlicedTensor.like(tensor, ((0, 0),)) for name, tensor in tensors.items()}
+    write_tensors(folder / names[-1], tensors)
     _write_json(folder / BUNDLE_CONFIG, dump(portable(run.config)))
     _write_json(folder / LATENTS_NAME, asdict(run.store.manifest.latent))
     run.tokenizer.save(folder / "tokenizer")
@@ -101,7 +96,7 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
     if evaluation is not None:
         _write_json(folder / EVALUATION_NAME, evaluation)
         names.append(EVALUATION_NAME)
-    parameters = sum(tensor.numel for tensor in groups["model"].tensors.values())
+    parameters = sum(tensor.numel for tensor in slices.values())
     card = _card(run, parameters, evaluation, description)
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
     inside = [path for name in ("tokenizer", DESCRIPTION) for path in (folder / name).rglob("*") if path.is_file()]
@@ -109,7 +104,7 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
     for path in paths:
         fsync(path)
     files = {path.relative_to(folder).as_posix(): file_info(path) for path in paths}
-    write_checkpoint_manifest(folder, run.step, files, info, groups)
+    write_checkpoint_manifest(folder, run.step, files, info, {"model": TensorGroup(1, slices)})
     (folder / MANIFEST).chmod(0o644)  # unlike a checkpoint, a bundle is for others
     fsync(folder / MANIFEST)
 
@@ -137,11 +132,6 @@ def _card(run: LoadedRun, parameters: int, evaluation: dict[str, Any] | None, de
         figures = f"Each value with its baselines, on documents of the split {evaluation['split']}:\n\n{lines}"
     origin = run.info.get("init") or {}
     started = f", started from {origin['from']}, step {origin.get('step')}" if "from" in origin else ""
-    aligned = ""
-    if run.alignment is not None:
-        fit = run.info["alignment"]
-        size, what = len(run.alignment["matrix"]), f"cosine {fit['cosine']:.3f} on {fit['held_out']} held-out pairs"
-        aligned = f"; taken as vectors of another one, {size} numbers, by a linear map ({what})"
     return CARD.format(
         modes=", ".join(run.config.trained_modes),
         description=f"{description.strip()}\n\n" if description else "",
@@ -152,7 +142,6 @@ def _card(run: LoadedRun, parameters: int, evaluation: dict[str, Any] | None, de
         latent_tokens=manifest.latent.tokens,
         channels=manifest.latent.channels,
         encoder=manifest.encoder["name"],
-        aligned=aligned,
         evaluation=figures,
     )
 

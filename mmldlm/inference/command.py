@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import chain
@@ -21,8 +20,7 @@ from mmldlm.evaluation import cosine
 from mmldlm.inference import batch
 from mmldlm.inference.conditions import encode_texts, read_latents
 from mmldlm.inference.edit import SpanEdit, mask_span
-from mmldlm.inference.generate import StepCallback, check_guidance, interpolate, sample
-from mmldlm.inference.live_view import LiveView
+from mmldlm.inference.generate import check_guidance, interpolate, sample
 from mmldlm.run.load import LoadedRun, add_run_options, add_search, add_settings, given_settings, load_run
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.printable import printable
@@ -66,7 +64,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--out", type=Path, help=".npy: write the generated latents to it; .jsonl: a result of each text or latent"
     )
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--watch", action="store_true", help="show the texts step by step as they are generated")
     add_run_options(parser)
     add_settings(parser)
     add_search(parser)
@@ -99,7 +96,7 @@ def check_options(options: argparse.Namespace, given: set[str]) -> None:
     for name, needed in _NEEDS.items():
         if name in given and needed not in given:
             raise UsageError(f"{_option(name)}: needs {_option(needed)}, which was not given")
-    excludes = _EXCLUDES | ({"out": (("text", "interpolate", "edit", "watch"), f" {out}")} if to_file else {})
+    excludes = _EXCLUDES | ({"out": (("text", "interpolate", "edit"), f" {out}")} if to_file else {})
     for name, (excluded, why) in excludes.items():
         for other in excluded:
             if {name, other} <= given:
@@ -117,8 +114,6 @@ def check_options(options: argparse.Namespace, given: set[str]) -> None:
         raise UsageError(f"--prefix: expected one for all of {out}, or `prefix` in .jsonl, found {len(options.prefix)}")
     if options.search and mode != "l2t":
         raise UsageError(f"--search: improves the text of a latent, expected --mode l2t, found {mode}")
-    if options.watch and mode == "t2l":
-        raise UsageError("--watch: shows texts as they are generated, expected --mode l2t or joint, found t2l")
 
 
 def _option(name: str) -> str:
@@ -139,14 +134,13 @@ def main(argv: list[str] | None = None) -> int:
     if options.out and options.out.suffix == ".jsonl":
         return sample_file(options)
     span = None if options.edit is None else SpanEdit.parse(options.edit)
-    with Progress(enabled=not options.watch) as progress:
+    with Progress() as progress:
         progress.phase("loading the run", announce=False)
         choose_threads()
         run = load_run(options.run, options.checkpoint, options.data, options.weights, given_settings(options))
         check_length(options, run)
         progress.phase("generating", announce=False)
-        with closing(LiveView(run.tokenizer)) if options.watch else nullcontext() as view:
-            generation, lines = generated_lines(options, run, span, view)
+        generation, lines = generated_lines(options, run, span)
     for line in [f"{run}:", *lines] if run.has_ema else lines:
         print(printable(line))
     if options.out:
@@ -156,16 +150,16 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def generated_lines(
-    options: argparse.Namespace, run: LoadedRun, span: SpanEdit | None = None, view: StepCallback | None = None
+    options: argparse.Namespace, run: LoadedRun, span: SpanEdit | None = None
 ) -> tuple[Generation, list[str]]:
     """Return the generation that the options request, and lines that show it."""
     config, count, seed = run.config.sampling, options.count, options.seed
-    made = partial(sample, run, options.mode, config, seed, count=count, callback=view, prefixes=options.prefix)
+    made = partial(sample, run, options.mode, config, seed, count=count, prefixes=options.prefix)
     if options.interpolate:
         start, end = options.interpolate
         points = options.points or DEFAULT_POINTS
         latents = encode_texts(run, [start, end])
-        generation, texts = interpolate(run, config, seed, latents, points, options.length, view)
+        generation, texts = interpolate(run, config, seed, latents, points, options.length)
         lines = [f"  {share:.2f}  {text}" for share, text in zip(np.linspace(0, 1, points), texts, strict=True)]
         return generation, [f"from: {start}", *lines, f"to: {end}"]
     if options.mode == "t2l":

@@ -61,25 +61,15 @@ def check_latents(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
     bad = ~np.isfinite(latents.reshape(len(latents), -1)).all(1)
     if bad.any():
         raise DataError(f"{name}: row {int(bad.argmax())} is not finite")
-    return align(run, latents)
-
-
-def align(run: LoadedRun, latents: np.ndarray) -> np.ndarray:
-    """Return latents on the encoder's scale, float32 [n, M, C], of what `check_shape` returned."""
-    latents = np.asarray(latents, np.float32)
-    if run.alignment is not None:
-        latents = latents[:, 0] @ run.alignment["matrix"].numpy() + run.alignment["bias"].numpy()
-    return latents.reshape(len(latents), run.store.manifest.latent.tokens, -1)
+    return np.asarray(latents, np.float32)
 
 
 def check_shape(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
-    """Return latents, not yet aligned, as `check_latents` does but for whether they are finite."""
-    shape, aligned = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels), ""
-    if run.alignment is not None:  # a bundle of `mmldlm align`: vectors of the other encoder
-        shape, aligned = (1, len(run.alignment["matrix"])), " of the encoder that the bundle was aligned to"
+    """Return latents [n, M, C] of any precision as `check_latents` does, without a look at their values."""
+    shape = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels)
     if latents.ndim == 2 and shape[0] == 1:
         latents = latents[:, None]
     if latents.shape[1:] != shape or not len(latents) or latents.dtype.kind != "f":
-        found, expected = f"{latents.dtype} {list(latents.shape)}", f"float [n, {shape[0]}, {shape[1]}]{aligned}"
+        found, expected = f"{latents.dtype} {list(latents.shape)}", f"float [n, {shape[0]}, {shape[1]}]"
         raise DataError(f"{name} is {found}, expected {expected}")
     return latents

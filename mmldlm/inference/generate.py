@@ -5,7 +5,7 @@ Shape letters: n conditions, B samples, P points between two latents, M latent t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +16,6 @@ from mmldlm.diffusion.noise import MODES, Mode, RandomSource, SampleStreams, dra
 from mmldlm.diffusion.sampling import (
     GUIDANCE_NEEDS,
     Generation,
-    OnStep,
     SamplingConfig,
     draw_lengths,
     generate,
@@ -26,9 +25,6 @@ from mmldlm.diffusion.sampling import (
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
 from mmldlm.run.texts import generate_texts
-
-# Called with the noise time, from 1 to 0, and the current tokens of each sample.
-StepCallback = Callable[[float, list[list[int]]], None]
 
 MIN_SINE = 1e-4  # of the angle between two directions: below it, arc and chord cannot be distinguished
 
@@ -42,7 +38,6 @@ def sample(
     texts: list[str] | None = None,
     count: int = 1,
     length: int | Sequence[int] | None = None,
-    callback: StepCallback | None = None,
     slots: Tensor | None = None,
     template: Sequence[int] | None = None,
     prefixes: Sequence[str] | None = None,
@@ -54,7 +49,6 @@ def sample(
     Args:
         length: Tokens of each text, or of the texts of each condition; by default from the length head: around its
             median in l2t, a draw in joint.
-        callback: Called after each step that generates text; in l2t with all candidates, see `generate_best`.
         slots: int64 [n], or [B] outside of l2t, keys of the conditions' or samples' own random streams; by default all
             are drawn from one.
         template: In l2t, the tokens of a text of which only [MASK] is generated.
@@ -93,17 +87,9 @@ def sample(
         drawn = lengths or draw_lengths(run.model, manifest.mask_id, latents.to(run.device), generator)
         each = [head for head in heads for _ in range(count)]
         start = [[*head, *[manifest.mask_id] * number] for head, number in zip(each, drawn, strict=True)]
-        return generate_and_decode(run, mode, config, generator, latents, start, callback)
-    made = generate_texts(
-        run, config, generator, latents, True, count, lengths or None, _on_step(callback), template, prefixes=heads
-    )
+        return generate_and_decode(run, mode, config, generator, latents, start)
+    made = generate_texts(run, config, generator, latents, True, count, lengths or None, template, prefixes=heads)
     return decoded(run, made)
-
-
-def _on_step(callback: StepCallback | None) -> OnStep | None:
-    if callback is None:
-        return None
-    return lambda tokens, lengths, t: callback(t, [part.tolist() for part in tokens.cpu().split(lengths)])
 
 
 def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
@@ -135,7 +121,6 @@ def interpolate(
     raw_latents: np.ndarray,
     points: int,
     length: int | None = None,
-    callback: StepCallback | None = None,
 ) -> tuple[Generation, list[str]]:
     """Generate a text for each of `points` latents from one of `raw_latents` [2, M, C] to the other, both included.
 
@@ -151,7 +136,7 @@ def interpolate(
     for latent in torch.from_numpy(slerp(a, b, points)).split(1):
         # One by one: within a batch the samples get different random numbers.
         generator = torch.Generator().manual_seed(seed)
-        results.append(generate_and_decode(run, "l2t", config, generator, latent, start, callback))
+        results.append(generate_and_decode(run, "l2t", config, generator, latent, start))
     generation = Generation(
         torch.cat([part.tokens for part, _ in results]),
         (length,) * points,
@@ -169,11 +154,10 @@ def generate_and_decode(
     generator: RandomSource,
     latents: Tensor,
     start: Sequence[Sequence[int]],
-    callback: StepCallback | None = None,
 ) -> tuple[Generation, list[str]]:
     """Call `generate` with standardized `latents` [B, M, C] on the host, and decode the result as `sample` does."""
     fixed = run.model, run.objective.text, run.objective.latent, mode, config, generator
-    return decoded(run, generate(*fixed, latents.to(run.device), start, _on_step(callback), run.words))
+    return decoded(run, generate(*fixed, latents.to(run.device), start, words=run.words))
 
 
 def decoded(run: LoadedRun, made: Generation) -> tuple[Generation, list[str]]:

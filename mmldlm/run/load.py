@@ -35,7 +35,7 @@ from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
 from mmldlm.settings.declaration import restore
-from mmldlm.settings.successors import current, current_overrides
+from mmldlm.settings.successors import REMOVED_WORDS, current, current_overrides
 from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import short_repr, truncate
@@ -63,7 +63,6 @@ class LoadedRun:
     weights: Weights  # which weights the model has
     has_ema: bool  # whether the checkpoint has an EMA besides the trained weights
     info: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint: versions, revision and data of its run
-    alignment: Mapping[str, Tensor] | None = None  # of `mmldlm align`: matrix [D, M C] and bias [M C]
 
     @functools.cached_property
     def words(self) -> Tensor:
@@ -254,7 +253,8 @@ def load_run(
     tensors = TensorFiles.open(saved, "model")
     # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
     load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
-    alignment = TensorFiles.find(saved, "alignment")
+    if "alignment" in saved.tensors:  # its latents were vectors of another encoder
+        raise DataError(f"{folder}: a bundle of `mmldlm align`, which is gone, {REMOVED_WORDS['align']}")
     return LoadedRun(
         folder=folder,
         config=config,
@@ -267,7 +267,6 @@ def load_run(
         weights=weights,
         has_ema=ema is not None,
         info=saved.info,
-        alignment=alignment and dict(alignment),
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ def generate_texts(
     by_encoder: bool,
     count: int = 1,
     lengths: Sequence[int] | None = None,
-    on_step: Callable[[Tensor, tuple[int, ...], float], None] | None = None,
     template: Sequence[int] | None = None,
     every_step: bool = False,
     prefixes: Sequence[Sequence[int]] | None = None,
@@ -55,7 +54,6 @@ def generate_texts(
         lengths,
         fit if by_encoder else None,
         run.words,
-        on_step,
         template,
         every_step,
         prefixes,

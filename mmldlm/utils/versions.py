@@ -32,9 +32,7 @@ def install_command(extra: str) -> str:
     """
     always, packages = {*map(str, _requirements(""))}, list[str]()
     for requirement in _requirements(extra):
-        if requirement.name == "mmldlm":  # an extra that contains another
-            packages += [install_command(each).removeprefix("pip install ") for each in sorted(requirement.extras)]
-        elif str(requirement) not in always:
+        if str(requirement) not in always:
             packages.append(f"'{requirement.name}{requirement.specifier}'")
     return f"pip install {' '.join(packages)}" if packages else f"install the extra {extra!r}"
 

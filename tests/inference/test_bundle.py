@@ -18,11 +18,15 @@ import torch
 import mmldlm
 from mmldlm import cli
 from mmldlm.batch import PackedLayout
+from mmldlm.checkpoint.manifest import verify_checkpoint, write_checkpoint_manifest
+from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup
+from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.errors import ConfigError, DataError, MmldlmError, UsageError
 from mmldlm.evaluation import BITS, Evaluation, EvaluationConfig
 from mmldlm.evaluation.likelihood import text_bound
 from mmldlm.inference.model import Model, Samples
 from mmldlm.run.load import LoadedRun
+from mmldlm.utils.files import file_info
 from tests.helpers.paths import ROOT
 from tests.helpers.user_errors import assert_user_error
 
@@ -314,6 +318,19 @@ try:
 except mmldlm.errors.UsageError as error:
     print(error)
 """
+
+
+def test_a_bundle_that_takes_other_vectors_is_refused(bundle: Path, tmp_path: Path) -> None:
+    """Taken for a plain bundle, it would decode vectors of another encoder as its own latents."""
+    aligned = shutil.copytree(bundle, tmp_path / "aligned")
+    saved = verify_checkpoint(aligned)
+    matrix = torch.zeros(3, 8)
+    write_tensors(aligned / "alignment.safetensors", {"matrix": matrix})
+    files = {name: file_info(aligned / name) for name in (*saved.files, "alignment.safetensors")}
+    group = TensorGroup(1, {"matrix": SlicedTensor.like(matrix, ((0, 0),))})
+    write_checkpoint_manifest(aligned, saved.step, files, dict(saved.info), {**saved.tensors, "alignment": group})
+    with pytest.raises(DataError, match="a bundle of `mmldlm align`, which is gone"):
+        mmldlm.load(aligned)
 
 
 def test_sample_works_with_four_packages(

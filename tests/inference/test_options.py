@@ -16,7 +16,6 @@ CASES = [
     ("--mode t2l --latents x.npy", "--mode t2l needs --text"),
     ("--text a --out /nowhere/x.npy", "--out: expected a .npy or .jsonl file in an existing folder"),
     ("--text a -n 0", "--count: expected at least 1, found 0"),
-    ("--mode t2l --text a --watch", "--watch: shows texts as they are generated, expected --mode l2t or joint"),
     # settings that were options
     ("--text a --top-p 0.9", "sample --top-p is gone, use sampling.top_p=VALUE"),
     ("--text a --steps 8", "sample --steps is gone, use sampling.steps=N, in t2l sampling.t2l_steps=N"),

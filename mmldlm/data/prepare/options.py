@@ -101,12 +101,6 @@ class PrepareConfig:
     fit_documents: int = option(100_000, "maximum to fit to (%(default)s)", at_least=1)
     overwrite: bool = option(False, "replace an existing store, or an unfinished one of other data", recorded=False)
     processes: int = option(1, "on this machine (%(default)s)", at_least=1, recorded=False)
-    cluster: str | None = option(
-        None, "run the tasks on the machines of a cluster (docs/data.md)", choices=("slurm", "ray"), recorded=False
-    )
-    cluster_options: tuple[str, ...] = option(
-        (), "such as partition=cpu", recorded=False, action="append", metavar="NAME=VALUE"
-    )
 
     def __post_init__(self) -> None:
         if self.vocab_size is None:
@@ -155,10 +149,6 @@ class PrepareConfig:
                 raise UsageError(f"{_flag(item.name)} {value}: expected one of {', '.join(choices)}")
         if self.encoder_width is not None and (self.encoder_width < 1 or self.encoder_width % HEAD_WIDTH):
             raise UsageError(f"--encoder-width {self.encoder_width}: expected a multiple of {HEAD_WIDTH}")
-        if self.cluster_options and not self.cluster:
-            raise UsageError(f"--cluster-option {self.cluster_options[0]}: expected --cluster")
-        if self.cluster and self.processes > 1:
-            raise UsageError(f"--processes {self.processes}: expected 1, as --cluster {self.cluster} runs the tasks")
         self._check_fields()
         self._check_encoder()
 
@@ -226,8 +216,7 @@ class PrepareConfig:
 
 def _flag(name: str) -> str:
     """Return the option that sets a field."""
-    names = {"normalise": "no-normalise", "cluster_options": "cluster-option"}
-    return f"--{names.get(name, name.replace('_', '-'))}"
+    return "--no-normalise" if name == "normalise" else f"--{name.replace('_', '-')}"
 
 
 def parse_options(argv: list[str] | None) -> PrepareConfig:
@@ -245,9 +234,8 @@ def parse_options(argv: list[str] | None) -> PrepareConfig:
             parser.add_argument("inputs", **argument)
         else:
             parser.add_argument(_flag(item.name), dest=item.name, **argument)
-    # What was not given has no default here: lists are collected, and the encoder depends on the input.
-    parser.set_defaults(encoder=None, cluster_options=None)
+    parser.set_defaults(encoder=None)  # which depends on the input
     values = vars(parser.parse_args(argv))
     values["encoder"] = values["encoder"] or ("included" if values["latents_field"] else "lsa")
-    values["inputs"], values["cluster_options"] = tuple(values["inputs"]), tuple(values["cluster_options"] or ())
+    values["inputs"] = tuple(values["inputs"])
     return PrepareConfig(**values)

@@ -10,7 +10,7 @@
 
 A stage is a set of tasks, one per chunk or one for all; each begins when the stage before is finished. What a task
 writes depends on nothing but the plan and earlier stages, so the store does not depend on who runs which task: this
-process, worker processes (`workers.py`) or a cluster (`cluster.py`).
+process or worker processes (`workers.py`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ from mmldlm.data.prepare.read import count_chunk, read_chunk
 from mmldlm.data.prepare.readers.latents import POSITION
 from mmldlm.data.prepare.report import StageProgress, summary
 from mmldlm.data.prepare.workers import run_in_process, worker_pool
-from mmldlm.errors import MmldlmError, PeerLostError, StoppedBySignal, StorageError, UsageError
+from mmldlm.errors import MmldlmError, PeerLostError, StoppedBySignal, StorageError
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.process import CONTINUE, stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, print_status
-from mmldlm.utils.versions import install_command
 
 COUNT = Stage("count", "counting documents", count_chunk)
 STAGES = (
@@ -84,22 +83,6 @@ def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTE
         torch.set_num_threads(threads)
 
 
-def prepare_on_cluster(config: PrepareConfig) -> None:
-    """Make the store `config.out` on the cluster `config.cluster`; on Slurm, return when all jobs are submitted."""
-    config.check()
-    try:
-        from mmldlm.data.prepare.cluster import executor_options, run_on_cluster
-    except ImportError as error:
-        raise UsageError(f"--cluster {config.cluster} needs {error.name}: {install_command('cluster')}") from None
-    options = executor_options(config)
-    job = Job(config, make_plan(config))
-    if not job.existing_store():
-        # Only to set up the folder: the tasks run elsewhere, and the merge takes the lock again.
-        with _locked(job):
-            job.open_staging()
-        run_on_cluster(job, stages_of(job), options)
-
-
 @contextmanager
 def _locked(job: Job) -> Iterator[None]:
     """Hold the lock of the staging folder."""
@@ -131,5 +114,5 @@ def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm prepare` and return 0."""
     config = parse_options(argv)
     with stop_at_signals(CONTINUE):
-        (prepare_on_cluster if config.cluster else prepare)(config)
+        prepare(config)
     return 0

@@ -46,8 +46,6 @@ pytestmark = pytest.mark.quick
             {"encoder": "precomputed:a.npy", "encoder_version": "", "latents_of": "SONAR"},
             "'': expected a version of --latents-of NAME",
         ),
-        ({"cluster_options": ("workers=2",)}, "--cluster-option workers=2: expected --cluster"),
-        ({"cluster": "slurm", "processes": 2}, "--processes 2: expected 1, as --cluster slurm runs the tasks"),
     ],
 )
 def test_options_that_make_no_sense(tmp_path: Path, options: dict, message: str) -> None:
@@ -58,10 +56,14 @@ def test_options_that_make_no_sense(tmp_path: Path, options: dict, message: str)
 
 def test_a_command_line_sets_the_fields() -> None:
     given = ["a.txt", "b.txt", "--out", "store", "--channels", "8", "--no-normalise", "--near-duplicates"]
-    more = ["--test-fraction", "0.1", "--cluster", "ray", "--cluster-option", "a=1", "--cluster-option", "b=2"]
+    more = ["--test-fraction", "0.1"]
     config = PrepareConfig(
-        "store", ("a.txt", "b.txt"), channels=8, normalise=False, near_duplicates=True, test_fraction=0.1,
-        cluster="ray", cluster_options=("a=1", "b=2"),
-    )  # fmt: skip
+        "store",
+        ("a.txt", "b.txt"),
+        channels=8,
+        normalise=False,
+        near_duplicates=True,
+        test_fraction=0.1,
+    )
     assert parse_options([*given, *more]) == config
     assert parse_options(["a", "--out", "b", "--latents-field", "v"]).encoder == "included"

@@ -165,6 +165,6 @@ def _reading(url: str) -> Iterator[None]:
     except MmldlmError:
         raise  # an error of the caller's block, which names its cause already
     except ImportError as error:
-        raise UsageError(f"{url}: {error}; expected what it names, and {install_command('cluster')}") from None
+        raise UsageError(f"{url}: {error}; expected the package that reads such URLs") from None
     except Exception as error:
         raise DataError(f"{url}: cannot read: {' '.join(str(error).split()) or type(error).__name__}") from None
