@@ -28,7 +28,7 @@ from mmldlm.config import RunConfig
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model.attention import BACKENDS
-from mmldlm.model.cpu_half import has_bf16_instructions
+from mmldlm.model.cpu_half import slowdown
 from mmldlm.model.mmdit import DataShape, Prediction, Rows
 from mmldlm.run.compatibility import data_shape
 from mmldlm.run.factory import build_objective, corrupt_step
@@ -377,8 +377,9 @@ def variants(precision: str, device_type: str) -> dict[str, Variant]:
         listed.append(Variant(f"rung-{number}-{name}", f"+ {SWITCHES[name]}", frozenset(switches[number:])))
     listed.append(Variant("trainer", f"+ {SWITCHES[switches[-1]]}: our trainer"))
     listed += [Variant(f"without-{name}", f"all but: {SWITCHES[name]}", frozenset([name])) for name in switches]
-    if precision != "bf16" and (device_type == "cuda" or has_bf16_instructions()):
+    if precision != "bf16" and (device_type == "cuda" or slowdown(torch.bfloat16) < 2):
         listed.append(Variant("trainer-bf16", "our trainer in bf16", settings=("precision=bf16",)))
+    listed.append(Variant("trainer-muon", "our trainer with Muon, as the quickstart", settings=("optim.name=muon",)))
     listed.append(Variant("trainer-compiled", "our trainer, compiled", settings=("compile.scope=regional",)))
     for kind in ("selective", "full"):
         settings = (f"memory.activation_checkpointing={kind}",)

@@ -13,7 +13,6 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from mmldlm.distributed.grad_scaler import to_local
 from mmldlm.errors import ConfigError
-from mmldlm.model.cpu_half import has_bf16_instructions
 from mmldlm.model.ops import runs_on_cpu
 from mmldlm.optim.config import OptimConfig, OptimizerName
 from mmldlm.optim.param_groups import muon_matrices, parameter_groups
@@ -97,16 +96,16 @@ class ShardedMuon(torch.optim.Muon):
 
     PyTorch's own runs the Newton-Schulz iteration on shards: 11 to 16 collectives per matrix, partial sums rounded to
     bfloat16, so that an update is up to 3 % off, and an error for a matrix with fewer rows than ranks. Here a single
-    gather of bfloat16 suffices, and the update is bit-identical to that of one process. On a CPU without instructions
-    for bfloat16 the products of the iteration take ten times as long as in float32, where matrices of one shape share
-    them.
+    gather of bfloat16 suffices, and the update is bit-identical to that of one process. On a CPU the iteration is in
+    float32, and matrices of one shape share its products. How fast bfloat16 is there depends on the kind of CPU: some
+    take half as long as in float32, others two or ten times as long, and what a run learns would differ with them.
     """
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update all matrices (collective if they are sharded)."""
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        in_float32 = bool(parameters) and runs_on_cpu(parameters[0]) and not has_bf16_instructions()
+        in_float32 = bool(parameters) and runs_on_cpu(parameters[0])
         if not in_float32 and not any(isinstance(parameter, DTensor) for parameter in parameters):
             super().step()
             return

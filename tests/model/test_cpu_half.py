@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from typing import Any
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm.batch import PackedLayout
 from mmldlm.model.attention import _grouped_sdpa, joint_attention
-from mmldlm.model.cpu_half import ROW_MULTIPLE, RowPaddedLayout, has_bf16_instructions, pad_rows
+from mmldlm.model.cpu_half import ROW_MULTIPLE, RowPaddedLayout, pad_rows, slowdown
 from mmldlm.model.heads import ACCURACY_STRIDE
 from mmldlm.model.mmdit import MMDiT, Precision
 from tests.helpers.small_model import VOCAB, Inputs, random_inputs, small_model
@@ -152,9 +153,12 @@ def test_attention_is_that_of_pytorch_with_better_gradients(lengths: tuple[int, 
     assert error(our_grads) < 0.9 * error(their_grads)
 
 
-@pytest.mark.skipif(not has_bf16_instructions(), reason="a CPU with instructions for bf16")
-def test_instructions_that_onednn_may_not_use_do_not_count() -> None:
-    command = "from mmldlm.model.cpu_half import has_bf16_instructions as found; raise SystemExit(int(found()))"
-    for isa, found in (("AVX2", 0), ("DEFAULT", 1)):
-        environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
-        assert subprocess.run([sys.executable, "-c", command], env=environment).returncode == found
+def test_a_precision_without_instructions_is_measured_as_slow() -> None:
+    """oneDNN may use none for bfloat16 where it is limited to AVX2."""
+    command = "import torch; from mmldlm.trainer.startup_report import precision_notices as notices; "
+    command += "print(*notices('bf16', 'cpu')); assert not notices('fp32', 'cpu') + notices('bf16', 'cuda')"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
+    times = re.search(r"bf16 take (\d+\.\d) times as long", done.stdout)
+    assert times and float(times[1]) > 1.2
+    assert slowdown(torch.float32) == pytest.approx(1, abs=0.9)

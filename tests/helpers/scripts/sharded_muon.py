@@ -1,14 +1,19 @@
-"""One of several ranks over gloo: Muon on sharded matrices against PyTorch's own on whole ones, bit by bit."""
+"""One of several ranks over gloo: Muon on sharded matrices against whole ones, bit by bit.
+
+As a CPU computes it, and as a GPU does, where the whole ones are updated by PyTorch's own.
+"""
 
 from __future__ import annotations
+
+from itertools import product
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
+from mmldlm.distributed import optimizers
 from mmldlm.distributed.optimizers import ShardedMuon
 from mmldlm.errors import exit_process
-from mmldlm.model.cpu_half import has_bf16_instructions
 
 # Rows that do not divide by the ranks, fewer rows than ranks, wide and tall.
 SHAPES = [(64, 32), (33, 64), (1, 16), (2, 5), (192, 64), (64, 170)]
@@ -22,13 +27,12 @@ def main() -> None:
     def sharded(tensor: torch.Tensor) -> DTensor:
         return distribute_tensor(tensor.clone(), mesh, [Shard(0)], src_data_rank=None)
 
-    for nesterov in (True, False):
+    for kind, nesterov in product((ShardedMuon, torch.optim.Muon), (True, False)):
+        optimizers.runs_on_cpu = lambda _, on_cpu=kind is ShardedMuon: on_cpu
         generator = torch.Generator().manual_seed(0)
         weights = [torch.randn(shape, generator=generator) for shape in SHAPES]
         whole = [torch.nn.Parameter(weight.clone()) for weight in weights]
         parts = [torch.nn.Parameter(sharded(weight)) for weight in weights]
-        # Elsewhere PyTorch's iteration in bfloat16 is not what one process of ours does either.
-        kind = torch.optim.Muon if has_bf16_instructions() else ShardedMuon
         expected = kind(whole, nesterov=nesterov, **OPTIONS)
         optimizer = ShardedMuon(parts, nesterov=nesterov, **OPTIONS)
         for step in range(4):
