@@ -131,6 +131,13 @@ class ValidationConfig:
         at_least=0,
         advice="512 samples cost, for each trained mode, the forward passes of four steps of 128",
     )
+    first: int | None = setting(
+        None,
+        "step of the first validation; until `every`, another follows at each doubling of that step. null: after one "
+        "epoch or 5 % of the steps, whichever comes first; 0: none before `every`",
+        at_least=0,
+        advice="Leave it at null: a small corpus is often learned best within its first epochs",
+    )
     samples: int = setting(512, "held-out samples per validation", at_least=1)
     text_samples: int = setting(
         4,
@@ -174,10 +181,11 @@ class CheckpointConfig:
     keep_steps: list[int] = setting(factory=list, doc="steps to save and keep permanently: [250000, 500000]")
     keep_every: int = setting(0, "save and keep permanently every multiple of this step; 0: none", at_least=0)
     keep_best: int = setting(
-        0,
-        "number of checkpoints with the lowest validation loss to keep, saved at the validation",
+        1,
+        "number of checkpoints with the lowest validation loss to keep, saved at the validation: the loss of texts, or "
+        "of latents in runs of t2l alone",
         at_least=0,
-        advice="For runs that may overfit or diverge: each is a full checkpoint on disk",
+        advice="Each is a full checkpoint on disk; 0 where the disk has no room for it",
     )
     mirror: str = setting(
         "",
@@ -300,6 +308,19 @@ class RunConfig:
     def trained_modes(self) -> tuple[Mode, ...]:
         """The modes with a share at some step."""
         return trained_modes(self.mode, self.mode_schedule)
+
+    @property
+    def judged_by(self) -> str:
+        """The validation loss by which checkpoints are the best: in a sum, falling latents would hide rising texts."""
+        return "validation/latent" if self.trained_modes == ("t2l",) else "validation/text"
+
+    def validation_due(self, step: int, samples: int) -> bool:
+        """Return whether a validation follows the `step`-th step of a run over `samples` training samples."""
+        every, epoch = self.validation.every, -(-samples // self.train.global_batch_size)
+        given = self.validation.first
+        first = min(epoch, -(-self.train.steps // 20)) if given is None else given
+        is_early = 0 < first <= step < every and step % first == 0 and (step // first).bit_count() == 1
+        return is_early or self.train.is_due(step, every)
 
 
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), may_extend: bool = True) -> RunConfig:

@@ -41,6 +41,7 @@ from mmldlm.run.load import (
 from mmldlm.settings.declaration import dump
 from mmldlm.settings.successors import refuse_removed
 from mmldlm.telemetry.experiment_trackers import ExperimentTracker
+from mmldlm.telemetry.notices import overfitting_notice
 from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import make_folder, write_atomically
@@ -159,6 +160,8 @@ def _evaluate(
             write_atomically(out / "samples.md", samples_markdown(result))
             write_atomically(out / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
             print("\n".join(map(printable, table(result).split("\n"))))
+            if overfitting := loaded.info.get("overfitting"):
+                print(printable(overfitting_notice(overfitting, options.run)))
             print(printable(f"written: {out / 'evaluation.json'}, {out / 'samples.md'}"), flush=True)
     return result
 

@@ -65,7 +65,8 @@ def test_a_store_is_verified_and_trained_on(folder: Path) -> None:
     mmldlm_command("data verify store")
     mmldlm_command("data info store")
     mmldlm_command("train config.yaml run.dir=new train.steps=2")
-    assert [record["step"] for record in read_metrics("new/metrics.jsonl") if record["kind"] == "checkpoint"] == [2]
+    saved = [record["step"] for record in read_metrics("new/metrics.jsonl") if record["kind"] == "checkpoint"]
+    assert saved == [1, 2], "the best of the first validation, and the last"
 
 
 def test_a_run_is_resumed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,9 @@ _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped
 
 NO_STATE = ":empty"  # the entry of a parameter before its first step
 NORM_WINDOW = 100  # gradient norms whose median defines a spike: of fewer it is noisy, of more it lags behind
+RISE = 0.02  # of a validation loss above the lowest one, from which it counts as clearly higher
 LOSS_WINDOW = 100  # maximum number of training losses averaged for one plateau measurement
+_SINCE_0_2 = {"judged_by", "best_step", "last_validation", "worse_in_a_row"}  # earlier checkpoints have none of these
 
 
 @dataclass
@@ -34,7 +37,12 @@ class TrainState:
     threads: int = 0  # of PyTorch on a CPU
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
+    # The validations so far, by one of their losses.
+    judged_by: str = "validation/total"
     best_validations: list[float] = dataclasses.field(default_factory=list)  # the lowest losses, ascending
+    best_step: int = 0  # of the lowest
+    last_validation: float | None = None
+    worse_in_a_row: int = 0  # since the lowest
     # Gradient norms of the last accepted steps, see `mmldlm.trainer.step_guard`.
     accepted_norms: list[float] = dataclasses.field(default_factory=list)
     loss_scale: float | None = None  # fp16 only, see `mmldlm.distributed.grad_scaler`
@@ -45,6 +53,26 @@ class TrainState:
     plateau_since: int = 0  # step of that loss, or of the last reduction
     plateau_losses: list[float] = dataclasses.field(default_factory=list)  # training losses since the last measurement
 
+    def judge(self, metric: str, loss: float, keep: int) -> bool:
+        """Count a validation by its loss; return whether it is one of the `keep` best."""
+        if metric != self.judged_by:  # of an earlier version, or of other modes
+            self.judged_by, self.best_validations, self.worse_in_a_row = metric, [], 0
+        self.last_validation, self.worse_in_a_row = None, self.worse_in_a_row + 1
+        if not math.isfinite(loss):
+            return False
+        self.last_validation = loss
+        if not self.best_validations or loss < self.best_validations[0]:
+            self.best_step, self.worse_in_a_row = self.step, 0
+        self.best_validations = sorted([*self.best_validations, loss])[: max(1, keep)]
+        return loss in self.best_validations[:keep]
+
+    def overfitting(self) -> dict[str, Any] | None:
+        """Return the last and the lowest validation loss if the last is clearly higher, else None."""
+        best, last = self.best_validations[:1], self.last_validation
+        if not best or last is None or last <= best[0] + RISE * abs(best[0]):
+            return None
+        return {"metric": self.judged_by, "loss": last, "lowest": best[0], "lowest_step": self.best_step}
+
     def to_json(self) -> str:
         """Return the state as JSON with a trailing newline."""
         return json.dumps(dataclasses.asdict(self), allow_nan=False, indent=1) + "\n"
@@ -53,8 +81,8 @@ class TrainState:
     def from_json(cls, text: str | bytes) -> TrainState:
         """Return the state that `to_json` wrote; DataError if another version did."""
         values, names = json.loads(text), {field.name for field in dataclasses.fields(cls)}
-        if values.keys() != names:
-            differing = ", ".join(sorted(values.keys() ^ names))
+        if differing := (values.keys() ^ names) - (_SINCE_0_2 - values.keys()):
+            differing = ", ".join(sorted(differing))
             raise DataError(f"training state: {differing} in one of checkpoint and this version; train the run again")
         return cls(**values)
 

@@ -66,6 +66,13 @@ class TrainConfig:
         advice="On GPUs, which wait for the host below some 16,000 tokens; as large as memory allows. The curve does "
         "not change",
     )
+    stop_after_worse: int = setting(
+        0,
+        "end the run after so many validations in a row without a new lowest loss, see checkpoint.keep_best; 0: never",
+        at_least=0,
+        advice="3 to 5 for a small corpus, which a network soon knows by heart. The learning rate's schedule is still "
+        "of all steps",
+    )
     batch_schedule: dict[int, dict[_Size, int]] = setting(
         factory=dict,
         doc="other batch sizes from the given optimizer steps on, counted from 0; sizes that are not named stay: "

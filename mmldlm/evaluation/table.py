@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -77,6 +78,12 @@ def table(result: Mapping[str, Any]) -> str:
     ):
         if mode in result:
             lines += _section(title.format(**result[mode]), rows, result[mode])
+    for title, metrics, key in (
+        ("text alone", {**result, **result.get("controls", {})}, "unigram_bits_per_token"),
+        ("given the latent", result.get("l2t", {}), "bits_per_token_unigram"),
+    ):
+        if metrics.get("bits_per_token", 0) > metrics.get(key, math.inf):
+            lines.append(f"  {title}: worse than unigram, which has the frequencies of single tokens alone")
     joint = result.get("joint", {})
     if joint and joint["frechet_distance"] is None:
         lines.append(f"  the Frechet distance needs --texts {joint['frechet_samples_needed']} or more")

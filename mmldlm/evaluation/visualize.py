@@ -38,7 +38,7 @@ def figures_due(step: int, config: RunConfig) -> bool:
     every = config.log.figures_every
     if not config.log.tensorboard or not every:
         return False
-    previous = (step - 1) // config.validation.every * config.validation.every  # the previous validation
+    previous = (step - 1) // config.validation.every * config.validation.every  # the previous validation, or an earlier
     # True if a multiple of `every` lies after the previous validation, up to this one.
     return step == config.train.steps or step // every > previous // every
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
+from mmldlm.checkpoint.names import checkpoint_name
 from mmldlm.utils.progress import print_status
 from mmldlm.utils.short_repr import truncate
 
@@ -45,3 +48,13 @@ class Notices(logging.Handler):
         if is_wanted and (record.name, text) not in self._seen:
             self._seen.add((record.name, text))
             self.write(f"{record.levelname.lower()}: {text}")
+
+
+def overfitting_notice(found: Mapping[str, Any], run_dir: Path) -> str:
+    """Return what `TrainState.overfitting` has found as a line for the user."""
+    best = run_dir / "checkpoints" / checkpoint_name(found["lowest_step"])
+    return (
+        f"overfitting: {found['metric']} is {found['loss']:.4g} and was {found['lowest']:.4g} at step "
+        f"{found['lowest_step']:,}: take --checkpoint {best}, which checkpoint.keep_best keeps, or more data; "
+        "train.stop_after_worse ends such a run early"
+    )

@@ -38,12 +38,13 @@ _SET_ASIDE = ("damaged-", "superseded-")
 
 def list_checkpoints(run: Path) -> list[dict[str, Any]]:
     """Return what the manifests of a run's checkpoints say, newest first; nothing is verified."""
-    retention, folder = run_config(run).checkpoint.retention, run / "checkpoints"
+    config, folder = run_config(run), run / "checkpoints"
+    retention = config.checkpoint.retention
     if not folder.is_dir() and not (run / "metrics.jsonl").is_file():
         raise DataError(f"{run}: expected a run folder, found neither metrics.jsonl nor checkpoints in it")
     reader = MetricsReader(run / "metrics.jsonl")
     reader.refresh()
-    validations = {one["step"]: one.get("validation/total") for one in reader.by_kind("validation")}
+    validations = {one["step"]: one.get(config.judged_by) for one in reader.by_kind("validation")}
     times = {one["step"]: one["time"] for one in reader.by_kind("checkpoint")}
     paths = CheckpointStore(folder, retention).paths()
     bodies = {path: body for path in paths if (body := read_manifest(path))}
@@ -58,7 +59,7 @@ def list_checkpoints(run: Path) -> list[dict[str, Any]]:
         step, info, loss = body["step"], body["info"], body["info"].get("validation_loss")
         saved_at, notes = (path / MANIFEST).stat().st_mtime, []
         if path in bodies:
-            loss = validations.get(step) if loss is None else loss  # only with checkpoint.keep_best it has its own
+            loss = validations.get(step, loss)  # a checkpoint has its own if it was among the best
             saved_at = times.get(step, saved_at)  # files are as old as their copy
             notes += ["best"] if step in best else []
         rows.append(

@@ -168,7 +168,7 @@ class Checkpointer:
             # Serialized now: training continues and changes the state while the thread writes.
             writers |= {**self._files, "state.json": state.to_json().encode()}
         task = self._pool.submit(write_files, temporary, writers)
-        info = {**self._info, "validation_loss": validation_loss}
+        info = {**self._info, "validation_loss": validation_loss, "overfitting": state.overfitting()}
         stall_s = time.perf_counter() - started
         self._pending = _PendingCheckpoint(step, info, tensors, temporary, task, started, stall_s)
         if not asynchronous:

@@ -23,7 +23,7 @@ from mmldlm.errors import StoppedBySignal
 from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
 from mmldlm.run.factory import corrupt_step
-from mmldlm.telemetry.notices import Notices
+from mmldlm.telemetry.notices import Notices, overfitting_notice
 from mmldlm.telemetry.profiler import phase
 from mmldlm.trainer.branches import with_rewinds
 from mmldlm.trainer.callbacks import build_callbacks
@@ -114,7 +114,8 @@ class Trainer:
         """Yield the remaining steps, counted from 0, with this rank's micro-batches; save the run at the end."""
         batches = self.components.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
         self.log.start_interval()
-        while True:
+        patience = self.config.train.stop_after_worse
+        while not 0 < patience <= self.state.worse_in_a_row:
             started = time.perf_counter()
             self.engine.compute_timer.start()
             item = next(batches, None)
@@ -132,6 +133,13 @@ class Trainer:
                 callback.before_step(step + 1)
             yield step, micro_batches
         self.save(wait=True)
+        if self.state.step < self.config.train.steps:
+            self.tracker.message(
+                f"ended after step {self.state.step:,} by train.stop_after_worse: {patience} validations in a row were "
+                "worse than the best"
+            )
+        if found := self.state.overfitting():
+            self.tracker.message(overfitting_notice(found, self.run_dir))
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
 
     @phase("corrupt")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -65,7 +64,7 @@ class Validation(_Evaluation):
     def after_step(self, step: int) -> None:
         """Validate if it is due, and save a checkpoint if the loss is among the best (collective)."""
         config, components, engine, log = self.config, self.components, self.engine, self.log
-        if not config.train.is_due(step, config.validation.every):
+        if not config.validation_due(step, len(components.loader.order)):
             return
         tracker, state = log.tracker, log.state
         with self.eval_mode("validation") as run:
@@ -80,13 +79,11 @@ class Validation(_Evaluation):
                 tracker.samples(step, rows, tag)
             if figure_data:
                 tracker.log_figures(step, figure_data, losses.bin_losses)
-        loss, keep_best = values["validation/total"], config.checkpoint.keep_best
         if log.plateau is not None:
-            log.plateau.observe(step, loss)
-        if math.isfinite(loss):
-            state.best_validations = sorted([*state.best_validations, loss])[: max(1, keep_best)]
-            if loss in state.best_validations[:keep_best]:
-                self.save(validation_loss=loss)
+            log.plateau.observe(step, values["validation/total"])
+        loss = values[config.judged_by]
+        if state.judge(config.judged_by, loss, config.checkpoint.keep_best):
+            self.save(validation_loss=loss)
 
 
 class Quality(_Evaluation):

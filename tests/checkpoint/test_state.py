@@ -1,6 +1,7 @@
 """Weights, moments and the train state come back from a checkpoint exactly, or are refused by name."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -215,5 +216,26 @@ def test_train_state():
     del values["tokens_seen"]
     with pytest.raises(DataError, match="training state: more, tokens_seen in one of"):
         TrainState.from_json(json.dumps({**values, "more": 1}))
+    earlier = {key: value for key, value in values.items() if key not in ("judged_by", "best_step", "worse_in_a_row")}
+    assert TrainState.from_json(json.dumps({**earlier, "tokens_seen": 0})) == state
     with pytest.raises(ValueError):
         TrainState(best_validations=[float("nan")]).to_json()
+
+
+def test_validations_are_judged_by_one_loss() -> None:
+    state = TrainState(best_validations=[0.5])  # of the sum, as earlier versions have it
+    losses = [(10, 4.0, True), (20, 3.0, True), (30, 3.5, False), (40, math.nan, False), (50, 3.05, False)]
+    for step, loss, is_best in losses:
+        state.step = step
+        assert state.judge("validation/text", loss, keep=1) == is_best, step
+    assert (state.best_validations, state.best_step, state.last_validation, state.worse_in_a_row) == (
+        [3.0],
+        20,
+        3.05,
+        3,
+    )
+    assert state.overfitting() is None, "within 2 %"
+    state.judge("validation/text", 3.1, keep=1)
+    assert state.overfitting() == {"metric": "validation/text", "loss": 3.1, "lowest": 3.0, "lowest_step": 20}
+    assert state.judge("validation/latent", 9.0, keep=1) and state.worse_in_a_row == 0, "of other modes"
+    assert not TrainState().judge("validation/text", 1.0, keep=0)

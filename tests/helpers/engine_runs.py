@@ -46,8 +46,8 @@ optim: {{lr: 1e-3, clip_norm: 2.0}}
 train: {{steps: 20, global_batch_size: 8, micro_batch_size: 2}}
 distributed: {{timeout_s: 120}}
 log: {{every: 1, tensorboard: false}}
-validation: {{every: 10, samples: 70, text_samples: 1}}
-checkpoint: {{every_steps: 10}}
+validation: {{every: 10, first: 0, samples: 70, text_samples: 1}}
+checkpoint: {{every_steps: 10, keep_best: 0}}
 sampling: {{steps: 3}}
 """
 Single = Callable[..., Path]

@@ -37,8 +37,8 @@ BASE = (
     "optim.lr=3e-3",
     "train={steps: 3, global_batch_size: 8}",
     "log={every: 1, tensorboard: false}",
-    "validation={every: 3, samples: 16, text_samples: 2}",
-    "checkpoint.every_steps=0",
+    "validation={every: 3, first: 0, samples: 16, text_samples: 2}",
+    "checkpoint={every_steps: 0, keep_best: 0}",
     "sampling.steps=4",
 )
 EXPLODING = ("optim.lr=1e38", "optim.warmup_steps=0", "train.steps=4", "validation.every=0")

@@ -126,7 +126,7 @@ EFFECTS = [
     effect("checkpoint.keep_last", "1", "files", OFTEN),
     effect("checkpoint.keep_steps", "[1]", "files"),
     effect("checkpoint.keep_every", "2", "files"),
-    effect("checkpoint.keep_best", "1", "files", ("validation.every=1",)),
+    effect("checkpoint.keep_best", "3", "files", ("validation.every=1", "checkpoint.keep_last=1")),
     effect("guard.nonfinite", "stop", "end", EXPLODING),
     effect("guard.max_consecutive", "2", "end", EXPLODING),
 ]

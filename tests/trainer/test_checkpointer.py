@@ -152,7 +152,7 @@ def test_save_schedule(parity_config: Path, tmp_path: Path) -> None:
     assert steps_of(tmp_path / "steps") == [2, 4, 5, 8, 12]
     best = ["checkpoint.keep_best=2", "checkpoint.keep_last=1", "validation.every=2", "optim.lr=0.1"]
     assert train.main([*base, f"run.dir={tmp_path / 'best'}", *best]) == 0
-    losses = {step: record["validation/total"] for step, record in records(tmp_path / "best", "validation").items()}
+    losses = {step: record["validation/text"] for step, record in records(tmp_path / "best", "validation").items()}
     wanted = sorted(losses, key=lambda step: losses[step])[:2]
     assert steps_of(tmp_path / "best") == sorted({*wanted, 12})
 

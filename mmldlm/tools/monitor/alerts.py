@@ -39,23 +39,24 @@ class Rule:
     advice: str
     find: Callable[[Snapshot], str | None]
     only_active: bool
+    also_ended: bool  # raised of a run that has finished, or was stopped and saved, too
 
 
 RULES: list[Rule] = []  # in the order of this file: the most urgent first
 
 
 def _rule(
-    name: str, when: str, advice: str, only_active: bool = False
+    name: str, when: str, advice: str, only_active: bool = False, also_ended: bool = False
 ) -> Callable[[Callable[[Snapshot], str | None]], None]:
-    """Make a function the rule of an alert; with `only_active` it is not raised once the run has ended."""
-    return lambda find: RULES.append(Rule(name, when, advice, find, only_active))
+    """Make a function the rule of an alert."""
+    return lambda find: RULES.append(Rule(name, when, advice, find, only_active, also_ended))
 
 
 def alerts(run: Snapshot) -> list[Alert]:
-    """Return the alerts of a run, the most urgent first; none if it has finished, or was stopped and saved."""
-    if run.state.name in ("finished", "stopped"):
-        return []
+    """Return the alerts of a run, the most urgent first."""
     rules = [rule for rule in RULES if run.state.is_active or not rule.only_active]
+    if run.state.name in ("finished", "stopped"):
+        rules = [rule for rule in RULES if rule.also_ended]
     return [Alert(rule.name, found, rule.advice) for rule in rules if (found := rule.find(run)) is not None]
 
 
@@ -225,14 +226,37 @@ _VALIDATION_RISE = 0.02
     "use more data or a smaller model; if it rises too, lower optim.lr",
 )
 def _rising_validation_loss(run: Snapshot) -> str | None:
-    losses = run.history.series("validation/total", "validation").values
-    if len(losses) < 4 or not all(map(math.isfinite, losses)):
+    for metric in ("validation/total", _judged_by(run)):
+        losses = run.history.series(metric, "validation").values
+        if len(losses) >= 4 and all(map(math.isfinite, losses)):
+            lowest, recent = min(losses), losses[-4:]
+            limit = lowest + _VALIDATION_RISE * abs(lowest)
+            if min(recent[1:]) > limit and all(later > earlier for earlier, later in pairwise(recent)):
+                return f"{metric} rose three times in a row, to {losses[-1]:.4g}; its lowest was {lowest:.4g}"
+    return None
+
+
+@_rule(
+    "overfitting",
+    f"The last validation of a run that has ended is more than {_VALIDATION_RISE:.0%} above the lowest one, by the "
+    "loss of texts, or of latents in runs of t2l alone.",
+    "sample, evaluate and export the best checkpoint (`--checkpoint`), which checkpoint.keep_best keeps; next time end "
+    "such a run early (train.stop_after_worse), or use more data or a smaller model",
+    also_ended=True,
+)
+def _overfitting(run: Snapshot) -> str | None:
+    series = run.history.series(metric := _judged_by(run), "validation")
+    losses = [loss for loss in series.values if math.isfinite(loss)]
+    lowest = min(losses, default=math.inf)
+    if run.state.is_active or not losses or losses[-1] <= lowest + _VALIDATION_RISE * abs(lowest):
         return None
-    lowest, recent = min(losses), losses[-4:]
-    limit = lowest + _VALIDATION_RISE * abs(lowest)
-    if min(recent[1:]) <= limit or any(later <= earlier for earlier, later in pairwise(recent)):
-        return None
-    return f"validation/total rose three times in a row, to {losses[-1]:.4g}; its lowest was {lowest:.4g}"
+    step = series.steps[series.values.index(lowest)]
+    return f"{metric} is {losses[-1]:.4g} at the end and was {lowest:.4g} at step {step:,}"
+
+
+def _judged_by(run: Snapshot) -> str:
+    """Return the validation loss by which checkpoints are the best (`RunConfig.judged_by`)."""
+    return "validation/text" if run.history.series("validation/text", "validation").values else "validation/latent"
 
 
 _NORM_RECORDS, _NORM_EARLIER, _NORM_JUMP = 5, 100, 5.0

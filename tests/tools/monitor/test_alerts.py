@@ -41,10 +41,9 @@ def losses(*values: float, spread: float = 0.0) -> list[Values]:
     return train(1, len(every), loss__total=lambda step: every[step - 1])
 
 
-def validations(*values: float | None) -> list[Values]:
-    tag = "validation/total"
+def validations(*values: float | None, tag: str = "validation/total") -> list[Values]:
     return [
-        record("validation", 10 * i, validation__total=value, **({"nonfinite": [tag]} if value is None else {}))
+        record("validation", 10 * i, **{tag: value, **({"nonfinite": [tag]} if value is None else {})})
         for i, value in enumerate(values, 1)
     ]
 
@@ -89,6 +88,19 @@ CASES: dict[str, tuple[list[Values], dict[str, Any], str, str]] = {
     "healthy": (losses(4, 3, 2.5, 2.2, 2.1, spread=0.1) + validations(3, 2.5, 2.3), {}, "", ""),
     "finished": (losses(4, 3, 2, 9), {"exit": exited(0, 0)}, "", ""),
     "stopped": (losses(4, 3, 2, 9), {"exit": exited(0, 75)}, "", ""),
+    "overfitted": (
+        validations(4, 3, 3.2, tag="validation/text"),
+        {"exit": exited(0, 0)},
+        "overfitting",
+        "validation/text is 3.2 at the end and was 3 at step 20; sample",
+    ),
+    "ended near its best": (validations(4, 3, 3.05, tag="validation/text"), {"exit": exited(0, 0)}, "", ""),
+    "texts rise, the sum does not": (
+        validations(4, 3, 2, 1) + validations(4, 3, 3.1, 3.2, 3.3, tag="validation/text"),
+        {},
+        "rising loss",
+        "validation/text rose three times in a row, to 3.3",
+    ),
     "killed": (RUNNING, {"run": GONE}, "killed", "process 4194305 is gone and left no exit.json"),
     "killed on another host": (RUNNING, {"run": {**GONE, "host": "elsewhere"}}, "", ""),
     "failed": (RUNNING, {"exit": exited(0, 74, "disk full")}, "failed", "exit code 74: disk full; fix what is named"),
