@@ -289,11 +289,12 @@ class RunConfig:
                 f"loss.latent_weighting: {self.loss.latent_weighting} weighs text against latents, expected modes that "
                 f"train both, found {trained[0]} alone"
             )
-        if self.memory.activation_checkpointing != "none" and self.memory.kept_blocks >= self.model.depth:
+        kept = self.memory.kept_blocks
+        if self.memory.activation_checkpointing != "none" and 1 < kept >= self.model.depth:
             raise ValueError(
                 f"memory.kept_blocks: expected fewer than the {self.model.depth} blocks that "
                 f"memory.activation_checkpointing {self.memory.activation_checkpointing} is for, "
-                f"found {self.memory.kept_blocks}"
+                f"found {kept}"
             )
         if self.schedule.lr == "plateau" and self.schedule.min_lr > self.optim.lr:
             raise ValueError(
@@ -363,6 +364,11 @@ def _load(
     for assignment in overrides:
         set_dotted(tree, assignment)
     tree = current(tree, "command line")  # keys within the value of an override
+    if len(foreign := [key for key in ("training", "logging", "optimizer", "tokenizer") if key in tree]) > 1:
+        convert = f"`mmldlm convert lgdlm {display_name(str(path))}`"
+        raise ConfigError(
+            f"{', '.join(foreign)}: keys of LGDLM, expected those of docs/settings.md: {convert} has both"
+        )
     try:
         return build(RunConfig, tree), layers, tree
     except ConfigError as error:

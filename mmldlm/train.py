@@ -19,7 +19,7 @@ if __name__ == "__main__":  # before the imports below import torch
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require_paths, split_arguments
 from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
-from mmldlm.errors import ExitCode, UsageError, exit_process, run_command
+from mmldlm.errors import ConfigError, ExitCode, UsageError, exit_process, run_command
 from mmldlm.settings.successors import refuse_removed
 from mmldlm.trainer.trainer import Trainer
 
@@ -99,8 +99,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> int:
     """Run the command; return its exit code."""
     options = parse(argv)
-    config = load_config(options.config, options.overrides)
-    require_paths(config, "data.path", "run.dir")
+    try:
+        config = load_config(options.config, options.overrides)
+        require_paths(config, "data.path", "run.dir")
+        files = options.deepspeed_config, options.accelerate_config
+        launch = None if options.gpus or options.dry_run else read_launcher_env(os.environ, *files)
+    except ConfigError as error:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            raise
+        return error.exit_code  # the first process of the node says it
     if options.gpus:
         from mmldlm.trainer.engine_choice import Gpus, print_choices
 
@@ -112,7 +119,7 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
 
         print_estimate(config, options.accelerate_config)
         return ExitCode.DONE
-    launch = read_launcher_env(os.environ, options.deepspeed_config, options.accelerate_config)
+    assert launch is not None
     if options.check:
         from mmldlm.trainer.start_check import check_start
 

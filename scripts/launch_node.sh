@@ -58,15 +58,12 @@ if ! [[ "$MASTER_ADDR" =~ ^[A-Za-z0-9:[][]A-Za-z0-9._:%-]{0,254}$ ]]; then
 fi
 export NNODES NODE_RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT
 
-case "$engine" in
-  ddp | fsdp2 | fsdp2_hsdp | zero1 | zero2 | zero3 | zero3_hpz | zero2_offload | zero3_offload) ;;
-  *)
-    fail "ENGINE: expected ddp, fsdp2, fsdp2_hsdp, zero1, zero2, zero3, zero3_hpz, zero2_offload or zero3_offload," \
-      "found '$engine'"
-    ;;
-esac
 launcher_config="$root/accelerate_configs/$engine.yaml"
-[ -f "$launcher_config" ] || fail "ENGINE: $engine needs $launcher_config, which is not there"
+if ! [[ "$engine" =~ ^[A-Za-z0-9_-]+$ && -f "$launcher_config" ]]; then
+  engines=("$root"/accelerate_configs/*.yaml)
+  engines=("${engines[@]##*/}")
+  fail "ENGINE: expected one of ${engines[*]%.yaml}, the files of $root/accelerate_configs, found '$engine'"
+fi
 [ -f "$config" ] || fail "CONFIG.yaml: no such file: $config"
 
 python="${PYTHON:-$root/.venv/bin/python}"

@@ -8,6 +8,13 @@ from typing import Literal
 from mmldlm.settings.declaration import setting
 
 DAY_S = 86_400
+# Variables of older scripts that have no effect beside those that a run sets, and the settings to use instead.
+SUPERSEDED = {
+    "NCCL_TIMEOUT": "timeout_s",
+    "TORCH_DISTRIBUTED_TIMEOUT": "timeout_s",
+    "NCCL_BLOCKING_WAIT": "blocking_wait",
+    "NCCL_ASYNC_ERROR_HANDLING": "async_error_handling",
+}
 
 
 @dataclass(frozen=True)
@@ -62,14 +69,20 @@ class DistributedConfig:
     ddp: DDPConfig = setting(DDPConfig(), "the DDP engine")
 
     def __post_init__(self) -> None:
-        for name, seconds in (("timeout_s", self.timeout_s), ("heartbeat_timeout_s", self.heartbeat_timeout_s)):
-            if seconds > DAY_S and not self.allow_long_timeout:
-                raise ValueError(
-                    f"{name}: must be at most {DAY_S} (24 h), found {seconds:g}; "
-                    "a hang would go unnoticed for as long (distributed.allow_long_timeout: true accepts it)"
-                )
-        for name in self.nccl:
-            if name == "NCCL_TIMEOUT":
-                raise ValueError("nccl: NCCL_TIMEOUT has no effect; use distributed.timeout_s")
+        for name in ("timeout_s", "heartbeat_timeout_s"):
+            self.check_timeout(name, getattr(self, name))
+        for name, value in self.nccl.items():
+            if name in SUPERSEDED:
+                raise ValueError(f"nccl: {name} has no effect; use distributed.{SUPERSEDED[name]}")
+            self.check_timeout(f"nccl.{name}", value)
             if not name.startswith(("NCCL_", "TORCH_NCCL_", "GLOO_", "UCX_", "FI_")):
                 raise ValueError(f"nccl: expected names such as NCCL_SOCKET_IFNAME, found {name!r}")
+
+    def check_timeout(self, name: str, seconds: float | str) -> None:
+        """Raise `ValueError` if the value of a setting or variable `name` is a timeout of more than a day."""
+        is_timeout = "timeout" in name.lower() and str(seconds).replace(".", "", 1).isdigit()
+        if is_timeout and float(seconds) > DAY_S and not self.allow_long_timeout:
+            raise ValueError(
+                f"{name}: must be at most {DAY_S} (24 h), found {float(seconds):g}; "
+                "a hang would go unnoticed for as long (distributed.allow_long_timeout: true accepts it)"
+            )

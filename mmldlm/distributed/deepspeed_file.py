@@ -67,12 +67,18 @@ class DeepSpeedFile:
     content: Mapping[str, Any]  # with its "auto" values
     zero: DeepSpeedZeroConfig  # the section zero_optimization, as DeepSpeed reads it
     notices: tuple[str, ...]  # for the user
+    problems: tuple[str, ...] = ()  # for `resolve`, which names them beside those of the run config
 
     @property
     def engine(self) -> str:
         """Name of the engine: zero1, zero2, zero3, zero2_offload or zero3_offload."""
         offloads = any(self.device(offload) != "none" for offload in OFFLOADS)
         return f"zero{int(self.zero.stage)}{'_offload' if offloads else ''}"
+
+    @property
+    def precision(self) -> str:
+        """The precision that the file enables, bf16, or "no"."""
+        return "bf16" if self.content.get("bf16", {}).get("enabled") is True else "no"
 
     @property
     def secondary_partition(self) -> int:
@@ -96,9 +102,10 @@ class DeepSpeedFile:
     def resolve(self, plan: StepPlan) -> dict[str, Any]:
         """Return the config with every "auto" filled in from the run config.
 
-        A `ConfigError` names all values that contradict the run config, and each "auto" without a value.
+        A `ConfigError` names all problems: keys without a meaning here, values that contradict the run config, and each
+        "auto" without a value.
         """
-        resolved, problems = deepcopy(dict(self.content)), list[str]()
+        resolved, problems = deepcopy(dict(self.content)), [*self.problems]
         # Key of the DeepSpeed file -> the run's value, and where that comes from.
         from_run: dict[str, tuple[Any, str]] = {
             "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "train.micro_batch_size"),
@@ -160,8 +167,9 @@ def read_deepspeed(path: str, variables: Mapping[str, str], world_size: int, loc
     DeepSpeed would ignore a key, or there is no such engine.
     """
     name = path or SECTION
+    given, problems = _read_file(Path(path)) if path else ({}, [])
     # Without a value Accelerate would take 1.
-    content = {"gradient_accumulation_steps": AUTO, **_read_file(Path(path))} if path else None
+    content = {"gradient_accumulation_steps": AUTO, **given} if path else None
     with library_call(name, variables):
         from accelerate import DeepSpeedPlugin
 
@@ -181,24 +189,28 @@ def read_deepspeed(path: str, variables: Mapping[str, str], world_size: int, loc
         if getattr(zero, key)
     ]
     used = {key: value for key, value in config.items() if key not in LEFT_OUT}
-    file = DeepSpeedFile(name, used, zero, tuple(notices))
+    file = DeepSpeedFile(name, used, zero, tuple(notices), tuple(problems))
     _check_zero(file, world_size)
     return file
 
 
-def _read_file(path: Path) -> dict[str, Any]:
-    """Return the content of a DeepSpeed file, all keys of which have a meaning here."""
+def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the content of a DeepSpeed file, and a line about each key that has no meaning here."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        where = "" if path.is_absolute() else f" (relative to {Path.cwd()}: start where it is, or name it absolutely)"
+        raise ConfigError(f"DeepSpeed file {path}: cannot be read: {error.strerror}{where}") from None
+    except ValueError as error:
         raise ConfigError(f"DeepSpeed file {path} is not readable JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a JSON object, found {type(content).__name__}")
+    problems = []
     for key, value in content.items():
         if key not in (*KNOWN, *LEFT_OUT):
             close = difflib.get_close_matches(key, KNOWN, n=1)
             advice = f"did you mean {close[0]!r}?" if close else "remove it (see docs/launchers.md)"
-            raise ConfigError(f"{path}: {key}: unknown or unsupported key, {advice}")
+            problems.append(f"{key}: unknown or unsupported key, {advice}")
         if key in SECTIONS and not isinstance(value, dict):
             raise ConfigError(f"{path}: {key}: expected keys below it, found {short_repr(value)}")
     for key, source, types in (("optimizer", "optim", ("Adam", "AdamW")), ("scheduler", "schedule", ())):
@@ -206,12 +218,12 @@ def _read_file(path: Path) -> dict[str, Any]:
         kind = values.pop("type", "AdamW")
         # Flags such as torch_adam choose an implementation, which `optim.name` and `optim.fused` do here.
         if any(v not in (AUTO, {}) and v is not True for v in values.values()) or (types and kind not in types):
-            raise ConfigError(
-                f"{path}: {key}: expected nothing or only {AUTO!r} (the run config's {source} is the source), found "
+            problems.append(
+                f"{key}: expected nothing or only {AUTO!r} (the run config's {source} is the source), found "
                 f"{short_repr(content[key])}; remove the section"
             )
     _read_zero(content.get("zero_optimization", {}), str(path))  # Accelerate takes its types for granted
-    return content
+    return {key: value for key, value in content.items() if key in (*KNOWN, *LEFT_OUT)}, problems
 
 
 def _read_zero(section: Mapping[str, Any], name: str) -> DeepSpeedZeroConfig:

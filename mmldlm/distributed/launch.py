@@ -125,6 +125,9 @@ def read_launcher_env(
         accelerates = {name: value for name, value in variables.items() if name.startswith(PREFIXES)}
         deepspeed = read_deepspeed(file, accelerates, world_size, local_world_size)
         engine = deepspeed.engine
+    precision = _read_precision(variables)
+    if deepspeed is not None and precision == "no":  # Accelerate's default beside a DeepSpeed file
+        precision = deepspeed.precision
     nodes = "CROSS_SIZE" if launcher == "deepspeed" else "GROUP_WORLD_SIZE"  # torchrun's
     return LauncherEnv(
         engine=engine,
@@ -135,7 +138,7 @@ def read_launcher_env(
         local_world_size=local_world_size,
         master=f"{variables['MASTER_ADDR']}:{variables['MASTER_PORT']}" if launched else "",
         deepspeed=deepspeed,
-        mixed_precision=_read_precision(variables),
+        mixed_precision=precision,
         replicas=_read_replicas(variables, use_fsdp, world_size),
         nodes=_read_int(variables, nodes, -(-world_size // local_world_size)),
         accelerate={name: variables[name] for name in PASSED_ON if name in variables},
@@ -183,6 +186,9 @@ def _file_variables(path: str, environment: Mapping[str, str]) -> dict[str, str]
         args, file, precision_from_file = launch._validate_launch_command(
             parser.parse_args([*words, "-m", "mmldlm.train"])
         )
+        of_kind = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
+        if unused := [section for section, one in of_kind.items() if kind != one and getattr(file, section, None)]:
+            raise ConfigError(f"{path}: {' and '.join(unused)}: no effect under distributed_type: {kind}; remove it")
         # Accelerate takes any key of a section for an option, and reads those that it knows.
         options = {action.dest for action in parser._actions}
         for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mmldlm.distributed.collectives import Collectives
-from mmldlm.distributed.config import DistributedConfig
+from mmldlm.distributed.config import SUPERSEDED, DistributedConfig
 from mmldlm.distributed.launch import SINGLE, LauncherEnv
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import ConfigError, PeerLostError, exit_code_and_cause
@@ -47,20 +47,28 @@ def settings_to_export(config: DistributedConfig) -> dict[str, str]:
 
 
 def export_settings(config: DistributedConfig) -> None:
-    """Set the variables of `settings_to_export` that the user has not set."""
+    """Set the variables of `settings_to_export` that the user has not set; `ConfigError` for a timeout above a day."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(_BY_TORCHRUN) == "1":
         _exported.setdefault(_BY_TORCHRUN, "1")
     for name, value in settings_to_export(config).items():
+        try:
+            config.check_timeout(name, os.environ.get(name, value))
+        except ValueError as error:
+            raise ConfigError(f"environment: {error}") from None
         if os.environ.get(name) in (None, _exported.get(name)):
             os.environ[name] = _exported[name] = value
 
 
 def kept_variables(config: DistributedConfig) -> list[str]:
-    """Return a line about each variable that has the user's value instead of that of the settings."""
+    """Return a line about each variable that has the user's value instead of that of the settings, or has no effect."""
+    ours = settings_to_export(config)
+    kept = {name: os.environ[name] for name, value in ours.items() if os.environ.get(name, value) != value}
     return [
-        f"{name}: {os.environ[name]} of the environment is kept, {value} of the settings (distributed) has no effect"
-        for name, value in settings_to_export(config).items()
-        if os.environ.get(name, value) != value
+        *(f"{name}: no effect; use distributed.{SUPERSEDED[name]}" for name in SUPERSEDED if name in os.environ),
+        *(
+            f"{name}: {value} of the environment is kept, {ours[name]} of the settings (distributed) has no effect"
+            for name, value in kept.items()
+        ),
     ]
 
 

@@ -107,6 +107,8 @@ def startup_report(
             *kept_variables(distributed),
             *data_notices(config, components.store, engine.world_size),
             *precision_notices(config.precision, engine.device.type),
+            *["profile.memory_history: remembers allocations on a GPU; a CPU has none"]
+            * (config.profile.memory_history > 0 and not on_cuda),
         ],
         "world_size": engine.world_size,
         "nodes": engine.launch.nodes,

@@ -154,7 +154,7 @@ def test_a_refused_file_ends_the_start(
     ranks = forked.start("ddp", (parity_config, f"run.dir={tmp_path / 'run'}", "--accelerate_config", file), 2, log)
     assert forked.wait(ranks) == dict.fromkeys(ranks, 64)
     lines = log.read_text().splitlines()
-    assert len(lines) == 2 and not (tmp_path / "run").exists(), lines
+    assert len(lines) == 1 and not (tmp_path / "run").exists(), lines
     assert all(line.startswith("mmldlm: error: ") and FSDP1[0] in line for line in lines), lines
 
 
@@ -203,3 +203,14 @@ def test_a_misspelt_key_of_a_section_is_named(key: str, tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=f"fsdp_config: unknown key '{key}'"):
         read_launcher_env(torchrun_environments(2)[0], accelerate_file=str(file))
+
+
+def test_a_section_of_another_engine_is_refused(tmp_path: Path) -> None:
+    """Accelerate passes it over, and DDP would train where ZeRO was asked for."""
+    path = tmp_path / "multi.yaml"
+    path.write_text(
+        "distributed_type: MULTI_GPU\nmixed_precision: 'no'\nnum_processes: 2\nuse_cpu: false\n"
+        "deepspeed_config: {deepspeed_config_file: z2.json, zero3_init_flag: false}\n"
+    )
+    with pytest.raises(ConfigError, match="deepspeed_config: no effect under distributed_type: MULTI_GPU"):
+        read_launcher_env({"WORLD_SIZE": "2"}, accelerate_file=str(path))

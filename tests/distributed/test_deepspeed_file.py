@@ -95,6 +95,25 @@ def test_all_contradictions_are_in_one_line(read: Read) -> None:
         read(gradient_accumulation_steps=3, gradient_clipping=9.0).resolve(PLAN)
 
 
+def test_all_keys_without_a_meaning_are_named_beside_them(read: Read) -> None:
+    """As in the configs of Hugging Face's and DeepSpeed's own examples."""
+    optimizer = {"type": "Adam", "params": {"lr": 0.001}}
+    file = read(train_batch_size=400, optimizer=optimizer, scheduler={"type": "WarmupLR", "params": {"x": 1}}, amp={})
+    with pytest.raises(ConfigError) as caught:
+        file.resolve(PLAN)
+    for key in ("optimizer: ", "scheduler: ", "amp: ", "train_batch_size is 400"):
+        assert key in str(caught.value)
+
+
+@pytest.mark.parametrize(("enabled", "precision"), [(True, "bf16"), ("auto", "no"), (False, "no")])
+def test_the_precision_of_the_file_is_the_launchers(enabled: Any, precision: str, tmp_path: Path) -> None:
+    """As under Accelerate, whose own is "no" beside a file; with `precision: auto` the run then has it."""
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 2}, "bf16": {"enabled": enabled}}))
+    launch = read_launcher_env({**LAUNCHED, "ACCELERATE_MIXED_PRECISION": "no"}, deepspeed_file=str(path))
+    assert launch.mixed_precision == precision
+
+
 @pytest.mark.parametrize(("text", "complaint"), [("[", "is not readable JSON"), ("[]", "JSON object, found list")])
 def test_broken_files(text: str, complaint: str, tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(text)

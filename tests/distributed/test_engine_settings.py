@@ -14,7 +14,7 @@ import torch
 
 from mmldlm.config import load_config
 from mmldlm.distributed.config import DistributedConfig
-from mmldlm.distributed.process_group import settings_to_export
+from mmldlm.distributed.process_group import export_settings, kept_variables, settings_to_export
 from mmldlm.errors import ConfigError
 from tests.helpers.engine_runs import CURVE, difference
 from tests.helpers.forked_runs import ForkedRuns
@@ -143,6 +143,11 @@ def test_hook_unsupported_by_gloo_is_refused(
     [
         ("distributed.timeout_s=11923200", "timeout_s: must be at most 86400"),
         ("distributed.heartbeat_timeout_s=12000000", "heartbeat_timeout_s: must be at most 86400"),
+        (
+            "distributed.nccl={TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: 12000000}",
+            "nccl.TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: must be at most 86400",
+        ),
+        ("distributed.nccl={NCCL_BLOCKING_WAIT: 1}", "NCCL_BLOCKING_WAIT has no effect; use distributed.blocking_wait"),
         ("distributed.nccl={NCCL_TIMEOUT: 1800}", "NCCL_TIMEOUT has no effect; use distributed.timeout_s"),
         ("distributed.nccl={PATH: x}", "expected names such as NCCL_SOCKET_IFNAME, found 'PATH'"),
         ("distributed.ddp.comm_hook=zip", "distributed.ddp.comm_hook"),
@@ -171,3 +176,22 @@ def test_exported_names_and_values_are_those_of_torchs_headers() -> None:
     assert exported["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == modes["SkipCleanUp"], "torch's default"
     off = settings_to_export(replace(DEFAULTS, async_error_handling=False))
     assert off["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == modes["NoHandling"]
+
+
+@pytest.mark.quick
+def test_variables_of_older_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """138 days are refused wherever they come from, and what has no effect says what to use."""
+    config = load_config(None, []).distributed
+    monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "11923200")
+    with pytest.raises(ConfigError, match=r"environment: TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC: must be at most 86400 .*"):
+        export_settings(config)
+    monkeypatch.setenv("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "7200")
+    monkeypatch.setenv("NCCL_TIMEOUT", "1800")
+    monkeypatch.setenv("NCCL_BLOCKING_WAIT", "1")
+    lines = kept_variables(config)
+    assert [line.partition(":")[0] for line in lines] == [
+        "NCCL_TIMEOUT",
+        "NCCL_BLOCKING_WAIT",
+        "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
+    ]
+    assert "distributed.timeout_s" in lines[0] and "distributed.blocking_wait" in lines[1] and "7200" in lines[2]

@@ -89,7 +89,7 @@ REFUSED_LAUNCHES: list[tuple[dict[str, str], str]] = [
     ({**FSDP, "ACCELERATE_USE_DEEPSPEED": "true"}, "both FSDP and DeepSpeed are requested"),
     (
         {**LAUNCHED, "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "nowhere.json"},
-        "nowhere.json is not readable",
+        r"nowhere.json: cannot be read: No such file.*relative to ",
     ),
     # Values of Accelerate's variables.
     ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "mixed_precision: expected no, bf16 or fp16"),

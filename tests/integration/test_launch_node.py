@@ -62,7 +62,7 @@ def is_doctor(process: psutil.Process) -> bool:
     [
         ([], {}, "expected ENGINE CONFIG.yaml [key.sub=value ...] [--check], found ''"),
         (["ddp"], {}, "expected ENGINE CONFIG.yaml [key.sub=value ...] [--check], found 'ddp'"),
-        (["dpp", "CONFIG"], {}, "ENGINE: expected ddp, fsdp2, fsdp2_hsdp, zero1,"),
+        (["dpp", "CONFIG"], {}, "ENGINE: expected one of cpu ddp fsdp2 fsdp2_hsdp"),
         (["ddp", "/nowhere.yaml"], {}, "CONFIG.yaml: no such file: /nowhere.yaml"),
         (["ddp", "CONFIG"], {"NPROC_PER_NODE": ""}, "NPROC_PER_NODE is not set; expected NPROC_PER_NODE"),
         (["ddp", "CONFIG"], {"NPROC_PER_NODE": "08"}, "NPROC_PER_NODE: expected a whole number from 1 to"),

@@ -228,3 +228,17 @@ def test_resolved_config_reads_back_as_itself() -> None:
 
 def test_every_setting_has_a_doc() -> None:
     assert [key for key, field in leaves(RunConfig) if not field.metadata.get("doc")] == []
+
+
+def test_one_block_is_not_refused_for_a_default() -> None:
+    assert load_config(None, ["model.depth=1", "memory.activation_checkpointing=full"]).memory.kept_blocks == 1
+
+
+def test_keys_of_lgdlm_name_the_command_that_translates_them(tmp_path: Path) -> None:
+    path = tmp_path / "mdlm.yaml"
+    path.write_text("training: {dtype: bf16}\noptimizer: {lr: 1e-4}\nmodel: {hidden_size: 512}\n")
+    with pytest.raises(ConfigError, match=r"training, optimizer: keys of LGDLM.*mmldlm convert lgdlm .*mdlm.yaml"):
+        load_config(path)
+    path.write_text("training: {steps: 3}\n")  # a slip, not another trainer's file
+    with pytest.raises(ConfigError, match="unknown key 'training'"):
+        load_config(path)
