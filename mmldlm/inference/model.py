@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 else:
     try:
         from huggingface_hub import ModelHubMixin as _HubMixin
-    except ImportError:  # the extra `hub` is not installed
+    except ImportError:  # huggingface_hub is not installed
         _HubMixin = object
 
 
