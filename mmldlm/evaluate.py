@@ -90,12 +90,6 @@ def _parser() -> argparse.ArgumentParser:
         help="t2l: sentence pairs with similarity scores, .tsv or .jsonl, to correlate with",
     )
     parser.add_argument(
-        "--perplexity-model",
-        type=Path,
-        metavar="FOLDER",
-        help="joint: local folder of a causal language model for transformers",
-    )
-    parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where to write the results; default: the run folder"
     )
     parser.add_argument(
@@ -144,12 +138,11 @@ def _evaluate(
     progress.phase("loading the run")
     loaded = load_run_on_all_ranks(options, processes)
     modes = options.modes or loaded.config.trained_modes
-    given = ("--search", "l2t", options.search), ("--sts", "t2l", options.sts)
-    for option, mode, value in (*given, ("--perplexity-model", "joint", options.perplexity_model)):
+    for option, mode, value in (("--search", "l2t", options.search), ("--sts", "t2l", options.sts)):
         if value and mode not in modes:
             found = ",".join(modes)
             raise UsageError(f"{option}: is of mode {mode}, expected it among those to measure, found {found}")
-    measured = evaluate(loaded, config, modes, options.sts, options.perplexity_model, processes, progress)
+    measured = evaluate(loaded, config, modes, options.sts, processes, progress)
     settings = given_settings(options)
     overrides = {"sampling": " ".join(settings)} if settings else {}
     result = replace_nonfinite({**overrides, **measured})

@@ -16,7 +16,6 @@ import torch
 from mmldlm.diffusion.noise import MODES, SampleStreams
 from mmldlm.evaluation.evaluator import Evaluation
 from mmldlm.evaluation.l2t import NUM_SHOWN_SAMPLES, memorization_metrics, reencoding_metrics
-from mmldlm.evaluation.perplexity import CausalModel, perplexity
 from mmldlm.evaluation.statistics import distinct, frechet_distance, repetition, token_entropy
 
 REPETITION_NGRAM = 4  # tokens
@@ -24,7 +23,7 @@ _NOISE = len(MODES) + 1  # key of the random stream of noise latents, after the 
 
 
 def diversity_metrics(tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return entropy, distinct-n and repetition of texts: what a low perplexity must not be bought with.
+    """Return entropy, distinct-n and repetition of texts.
 
     All of them depend on the number and the lengths of the texts: compare only sets that agree in both.
     """
@@ -59,11 +58,10 @@ def frechet_metrics(evaluation: Evaluation, latents: np.ndarray) -> dict[str, An
     return metrics
 
 
-def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str, Any]:
+def joint_metrics(evaluation: Evaluation) -> dict[str, Any]:
     """Return the joint metrics of generated texts with the lengths of held-out documents (collective).
 
-    Keys with `_true` are measured on the held-out documents, keys with `_unigram` on tokens drawn by frequency. Without
-    `model` there is no generative perplexity.
+    Keys with `_true` are measured on the held-out documents, keys with `_unigram` on tokens drawn by frequency.
     """
     evaluation.progress.phase("texts and latents from noise")
     run, count = evaluation.run, evaluation.num_texts
@@ -81,10 +79,6 @@ def joint_metrics(evaluation: Evaluation, model: CausalModel | None) -> dict[str
     texts = {suffix: evaluation.decode(tokens) for suffix, tokens in token_sets.items()}
     for suffix, tokens in token_sets.items():
         metrics |= {key + suffix: value for key, value in diversity_metrics(tokens).items()}
-        if model is not None:
-            evaluation.progress.phase(f"perplexity{suffix.replace('_', ', ')}")
-            nats = evaluation.measure_texts(model.nats, texts[suffix], 2)
-            metrics[f"generative_perplexity{suffix}"] = perplexity(nats)
     metrics |= frechet_metrics(evaluation, latents)
     evaluation.progress.phase("re-encoding of the generated texts")
     encoded, raw = evaluation.encode(texts[""]), run.store.restore(latents)

@@ -13,7 +13,6 @@ from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import joint_metrics
 from mmldlm.evaluation.l2t import text_metrics
 from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text
-from mmldlm.evaluation.perplexity import CausalModel
 from mmldlm.evaluation.sts import read_pairs, sts_metrics, tokenize_sentences
 from mmldlm.evaluation.t2l import latent_metrics
 from mmldlm.run.load import LoadedRun
@@ -25,7 +24,6 @@ def evaluate(
     config: EvaluationConfig,
     modes: Sequence[Mode] | None = None,
     sts: Path | None = None,
-    perplexity_model: Path | None = None,
     processes: Collectives | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -34,7 +32,6 @@ def evaluate(
     Args:
         modes: The modes to measure; by default those that the run trained.
         sts: File of pairs of sentences with a score, which add metrics of t2l, one of `modes`.
-        perplexity_model: Folder of a causal language model, which adds metrics of joint, one of `modes`.
         processes: The ranks that share the work; by default this process alone.
         progress: Reports the phases; by default silent.
 
@@ -44,7 +41,6 @@ def evaluate(
     processes = processes or Collectives()
     trained = run.config.trained_modes
     modes = tuple(modes or trained)
-    model = None
     # An error on one rank ends all of them; otherwise the others would wait for it in a collective.
     with processes.raise_on_all_ranks("opening of the inputs"):
         progress = progress or Progress(enabled=False)
@@ -54,8 +50,6 @@ def evaluate(
         _ = run.encoder
         pairs = read_pairs(sts) if sts else []
         tokenize_sentences(evaluation, pairs)
-        if perplexity_model:
-            model = CausalModel(perplexity_model, run.device)
     result: dict[str, Any] = {
         "step": run.step,
         "weights": run.weights,
@@ -73,5 +67,5 @@ def evaluate(
         if pairs:
             result["t2l"] |= sts_metrics(evaluation, pairs)
     if "joint" in modes:
-        result["joint"] = joint_metrics(evaluation, model)
+        result["joint"] = joint_metrics(evaluation)
     return result

@@ -53,7 +53,6 @@ _T2L: list[Row] = [
 ]
 _TEXTS = {"held-out": "_true", "unigram": "_unigram"}
 _JOINT: list[Row] = [
-    ("generative perplexity", "generative_perplexity", _TEXTS),
     ("token entropy (bits)", "token_entropy", _TEXTS),
     ("distinct-1", "distinct_1", _TEXTS),
     ("distinct-2", "distinct_2", _TEXTS),

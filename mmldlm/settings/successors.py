@@ -31,6 +31,7 @@ REMOVED_WORDS = {
     "sample --watch": "use the page of `mmldlm demo`, or read the finished texts",
     **dict.fromkeys(("prepare --cluster", "prepare --cluster-option"), "use --processes, or prepare on one machine"),
     "checkpoints verify": "use `mmldlm verify FOLDER`, of a run or a checkpoint",
+    "evaluate --perplexity-model": "use a language model of your own on texts of `mmldlm sample RUN --mode joint`",
     "evaluate --steps": "use sampling.steps=N, in t2l sampling.t2l_steps=N",
     "sample --steps": "use sampling.steps=N, in t2l sampling.t2l_steps=N",
     **{

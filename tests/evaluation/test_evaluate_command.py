@@ -37,14 +37,12 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
         (["--samples", "1"], 2, "--samples: expected at least 2, found 1"),
         (["--split", "dev"], 65, "no split 'dev', expected one of"),
         (["--sts", "/nowhere.tsv"], 65, "--sts /nowhere.tsv: cannot be read"),
-        (["--perplexity-model", "/nowhere"], 65, "/nowhere: expected the folder of a causal language model"),
         (
             ["--search", "8", "--modes", "t2l"],
             2,
             "--search: is of mode l2t, expected it among those to measure, found t2l",
         ),
         (["--sts", "/nowhere.tsv", "--modes", "l2t,joint"], 2, "--sts: is of mode t2l"),
-        (["--perplexity-model", "/nowhere", "--modes", "l2t"], 2, "--perplexity-model: is of mode joint"),
         (["--checkpoint", "/nowhere"], 65, "/nowhere"),
         (["--weights", "ema"], 65, "has no EMA of the weights"),
         (

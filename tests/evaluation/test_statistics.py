@@ -13,7 +13,6 @@ import scipy.stats
 
 from mmldlm.data.nearest import unit_vectors
 from mmldlm.evaluation.l2t import reencoding_metrics, reference_metrics
-from mmldlm.evaluation.perplexity import perplexity
 from mmldlm.evaluation.statistics import (
     cosine,
     distinct,
@@ -168,11 +167,6 @@ def test_shares_of_none_and_all_have_an_interval() -> None:
     for right, count, expected in ((81, 263, [0.2553, 0.3662]), (0, 20, [0.0, 0.1611]), (20, 20, [0.8389, 1.0])):
         share = share_with_interval("exact", np.arange(count) < right)
         assert share["exact"] == right / count and share["exact_ci95"] == pytest.approx(expected, abs=5e-5)
-
-
-def test_perplexity_is_over_tokens_not_over_texts() -> None:
-    assert perplexity(np.array([[math.log(8), 1], [3 * math.log(2), 3], [0, 0]])) == pytest.approx(2**1.5)
-    assert perplexity(np.zeros((2, 2))) is None
 
 
 def test_length_buckets_hold_each_document_once() -> None:
