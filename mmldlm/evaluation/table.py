@@ -16,7 +16,7 @@ _number = partial(format_number, decimals=3)
 
 _LIKELIHOOD: list[Row] = [
     ("  without similar documents", "bits_per_token_novel", {"all": "bits_per_token"}),
-    ("  exact, by confidence", "bits_per_token_by_confidence", {"bound": "_bound"}),
+    ("  exact, up to 64 tokens", "bits_per_token_by_confidence_up_to_64", {"bound": "_bound"}),
 ]
 _TEXT: list[Row] = [
     ("bits per token", "bits_per_token", {"unigram": "unigram_bits_per_token"}),

@@ -42,7 +42,8 @@ class Independent(torch.nn.Module):
         self.logits = torch.linspace(0, 3, vocab_size)
 
     def forward(self, tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
-        return self.logits.expand(len(positions), -1), latents, torch.zeros(len(latents), 32)
+        found = self.logits.expand(len(positions), -1) if targets is None else -self.logits.log_softmax(0)[targets]
+        return found, latents, torch.zeros(len(latents), 32)
 
 
 def test_likelihood_by_confidence_is_that_of_independent_tokens(fresh: LoadedRun) -> None:
@@ -87,14 +88,25 @@ def test_likelihood_by_confidence_follows_the_order_of_confidence(condition: Con
         assert len(truth) < 3 or order != sorted(order) or index  # the order is not always that of the text
 
 
-def test_long_documents_have_no_likelihood_by_confidence(fresh: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluation = Evaluation(fresh, EvaluationConfig(texts=20))
-    limit = int(np.median(evaluation.lengths[:20]))
-    monkeypatch.setattr("mmldlm.evaluation.likelihood.MAX_ORDERED_TOKENS", limit)
+def test_likelihood_by_confidence_and_what_stands_beside_it_is_of_short_documents(
+    fresh: LoadedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Independent(fresh.store.manifest.vocab_size)
+    evaluation = Evaluation(replace(fresh, model=model), EvaluationConfig(texts=20))
+    lengths = evaluation.lengths[:20]
+    limit = int(np.median(lengths))
     assert limit < MAX_ORDERED_TOKENS
-    nats = confidence_nats(evaluation, "own")
-    assert np.isfinite(nats).tolist() == (evaluation.lengths[:20] <= limit).tolist()
-    assert likelihood_given_latents(evaluation)["confidence_documents"] == np.isfinite(nats).sum()
+    short = np.flatnonzero(lengths <= limit)
+    nats = confidence_nats(evaluation, "own", limit)
+    assert np.flatnonzero(np.isfinite(nats)).tolist() == short.tolist()
+    monkeypatch.setattr("mmldlm.evaluation.likelihood.MAX_ORDERED_TOKENS", limit)
+    result, tokens = likelihood_given_latents(evaluation), lengths[short].sum()
+    assert result["confidence_documents"] == len(short)
+    assert result["bits_per_token_by_confidence_up_to_64"] == pytest.approx(nats[short].sum() / tokens * BITS)
+    bound = text_bound(evaluation, "own").nats[short].sum() / tokens * BITS
+    assert result["bits_per_token_by_confidence_up_to_64_bound"] == pytest.approx(bound)
+    # The model's length logits are all zero, of 32 lengths.
+    assert result["length_bits_per_token_up_to_64"] == pytest.approx(len(short) * 5 / tokens)
 
 
 def test_a_perfect_run_knows_each_token_and_length(tiny_store: Path) -> None:
