@@ -36,6 +36,11 @@ class Noise:
     epsilon: Tensor  # float32 [B, M, C]
     importance: Tensor  # float32 [B]: 1 / density of t_text
 
+    @classmethod
+    def concatenate(cls, parts: Sequence[Noise]) -> Noise:
+        """Return the noise of several micro-batches as that of one."""
+        return cls(*map(torch.cat, zip(*(vars(part).values() for part in parts), strict=True)))
+
 
 def mode_weights(mode: str | Mapping[str, float]) -> dict[Mode, float]:
     """Return each mode's probability, from a mode's name or weights by mode; wrong ones are a `ValueError`."""

@@ -217,7 +217,10 @@ def test_a_run_samples_without_its_store(
     assert_user_error((status, capsys.readouterr().err), 65, "/nowhere", "--data")
 
 
-def test_scores_are_those_of_the_evaluation(model: Model, short_run: LoadedRun) -> None:
+def test_scores_are_those_of_the_evaluation(
+    model: Model, short_run: LoadedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmldlm.inference.model.GRID_TEXTS", 30)  # all documents, as the evaluation has it
     evaluation = Evaluation(short_run, EvaluationConfig(samples=30))
     texts = evaluation.decode(evaluation.tokens)
     for condition, latents in (("none", None), ("own", evaluation.raw_latents)):
