@@ -273,6 +273,18 @@ def test_shuffled_latents_have_no_fixed_points(fresh: LoadedRun) -> None:
     assert sum(same) <= 24 - len(rows)  # only true duplicates may coincide
 
 
+def test_recall_counts_ranks_up_to_its_number(fresh: LoadedRun) -> None:
+    """Directions of a fan: the true latent of document i, counted from 0, is the (i + 1)-th nearest to the first."""
+    evaluation = Evaluation(fresh, EvaluationConfig(samples=20))
+    fan, angle = np.zeros((20, 1, 8), np.float32), 0.1 * np.arange(20)
+    fan[:, 0, 0], fan[:, 0, 1] = np.cos(angle), np.sin(angle)
+    evaluation.raw_latents = fan
+    result = latent_similarity_metrics(evaluation, np.repeat(fan[:1], 20, axis=0))
+    assert (result["recall_at_1"], result["recall_at_10"], result["median_rank"]) == (1 / 20, 10 / 20, 10.5)
+    assert (result["recall_at_1_chance"], result["recall_at_10_chance"]) == (1 / 20, 10 / 20)
+    assert result["median_rank_chance"] == 10.5 and result["candidates"] == 20
+
+
 def test_nonfinite_latents_match_nothing(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig(samples=20))
     assert latent_similarity_metrics(evaluation, np.full((20, 1, 8), np.nan, np.float32))["recall_at_10"] == 0

@@ -147,6 +147,22 @@ def test_text_scores_match_sacrebleu() -> None:
     assert result["exact_match"] == 2 / 3 and result["token_accuracy"] == 1
 
 
+@pytest.mark.parametrize(
+    ("texts", "references", "accuracy"),
+    [
+        ([[1, 2, 3], [1, 9]], [[1, 2], [1, 2, 3, 4]], 3 / 6),
+        ([[1]], [[1, 2, 3, 4]], 1 / 4),
+        ([[1, 2, 3, 4]], [[1]], 1),
+        ([[2, 1], []], [[1, 2], [1]], 0),
+    ],
+)
+def test_token_accuracy_counts_the_places_of_the_references(
+    texts: list[list[int]], references: list[list[int]], accuracy: float
+) -> None:
+    spelled = [["".join(map(str, text)) for text in each] for each in (texts, references)]
+    assert reference_metrics(texts, spelled[0], references, spelled[1])["token_accuracy"] == pytest.approx(accuracy)
+
+
 def test_intervals_of_text_scores_hold_them_and_narrow_with_more_documents() -> None:
     references = [f"document number {index} has these words in it" for index in range(60)]
     texts = [text.replace("words", "things") if index % 3 else text for index, text in enumerate(references)]

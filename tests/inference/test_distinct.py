@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +45,13 @@ def fits(run: LoadedRun, texts: Sequence[Sequence[str]]) -> np.ndarray:
     return np.nan_to_num(cosine(encoded, np.repeat(encode_texts(run, TEXTS), len(texts[0]), axis=0)), nan=-1)
 
 
-def test_several_texts_differ_and_come_best_first(short_run: LoadedRun) -> None:
+@pytest.mark.parametrize("shift", [0.0, 3.0])
+def test_several_texts_differ_and_come_best_first(shift: float, short_run: LoadedRun) -> None:
+    """By the encoder's own scale: far from the network's where the mean latent is far from zero."""
+    store = copy(short_run.store)
+    mean = tuple(np.asarray(store.manifest.latent.mean) + shift)
+    store.manifest = replace(store.manifest, latent=replace(store.manifest.latent, mean=mean))
+    short_run = replace(short_run, store=store)
     texts = shown(short_run, 3, top_p=0.99)
     assert all(len(set(of_source)) == 3 for of_source in texts)
     cosines = fits(short_run, texts).reshape(2, 3)
