@@ -30,6 +30,7 @@ from mmldlm.run.texts import generate_texts
 from mmldlm.utils.progress import Progress
 
 ENCODER_BATCH_SIZE = 64  # texts
+MEAN_SAMPLES = 20_000  # training samples that the mean latent is of, drawn at random
 _UNIGRAM = len(MODES)  # key of the random stream of unigram texts; the modes have the keys below
 
 _T = TypeVar("_T")
@@ -91,14 +92,15 @@ class Evaluation:
         self.run, self.config, self.processes = run, config, processes or Collectives()
         # Where a forward pass is collective, all ranks run equally many, whatever the lengths of their texts.
         self._every_step = self.processes.shards_parameters
-        store, self._good_splits = run.store, dict[str, Split]()
-        self.split = store.split(config.split) if ids is not None else self.good_split(config.split)
+        self._good_splits: dict[str, Split] = {}
+        self._verifies = ids is None
+        self.split = self.good_split(config.split)
         rng = np.random.default_rng(config.seed)
         # Neighbors in a store come from one source, so the documents are drawn: the first few are a fair sample, too.
         self.ids = draw_samples(self.split, config.samples, rng) if ids is None else np.asarray(ids, np.int64)
         count = len(self.ids)
         if ids is None:
-            check_num_samples(count, config.split, store)
+            check_num_samples(count, config.split, run.store)
         prefixes, texts, self.raw_latents = self.split.samples(self.ids)
         self.prefixes: list[list[int]] = [prefix.tolist() for prefix in prefixes]
         self.tokens: list[list[int]] = [text.tolist() for text in texts]
@@ -110,15 +112,35 @@ class Evaluation:
         self.latents: dict[Condition, np.ndarray] = {
             "own": latents,
             "shuffled": latents[other],
-            "mean": np.zeros_like(latents),  # the mean is the origin of the standardized space
         }
 
     def good_split(self, name: str) -> Split:
         """Return a split without its bad samples, as far as the run leaves them out."""
         if name not in self._good_splits:  # a split is verified once
-            store = drop_bad_samples(self.run.store, name, self.run.config.data.max_bad_samples)
+            max_bad_samples = self.run.config.data.max_bad_samples if self._verifies else 0
+            store = drop_bad_samples(self.run.store, name, max_bad_samples)
             self._good_splits[name] = store.split(name)
         return self._good_splits[name]
+
+    @cached_property
+    def mean_latent(self) -> np.ndarray:
+        """Mean of each latent token over up to 20,000 training samples, standardized, float32 [M, C].
+
+        The origin of the standardized space is the mean over the M tokens as well.
+        """
+        shape = self.raw_latents.shape[1:]
+        if shape[0] == 1:
+            return np.zeros(shape, np.float32)
+        split = self.good_split("train")
+        drawn = draw_samples(split, MEAN_SAMPLES, np.random.default_rng(self.config.seed))
+        latents = self.run.store.standardize(split.samples(np.sort(drawn))[2])
+        return latents.mean(0, dtype=np.float64).astype(np.float32)
+
+    def given_latents(self, condition: Condition) -> np.ndarray:
+        """Return the standardized latents of a condition, float32 [n, M, C]; those of "none" have the size of noise."""
+        if condition == "mean":
+            return np.broadcast_to(self.mean_latent, self.raw_latents.shape)
+        return self.latents["own" if condition == "none" else condition]
 
     @property
     def num_texts(self) -> int:
@@ -146,7 +168,7 @@ class Evaluation:
         batch = collate(self.split, self.ids[slots], slots)
         if condition == "none":
             return batch
-        return replace(batch, latents=torch.from_numpy(self.latents[condition][slots]))
+        return replace(batch, latents=torch.from_numpy(self.given_latents(condition)[slots]))
 
     def _track(self, work: Sequence[_T]) -> Iterator[_T]:
         return self.progress.track(work, "micro-batches", len(work))
@@ -173,8 +195,8 @@ class Evaluation:
         """
         if mode == "joint":  # which has no condition to be guided to
             sampling = replace(sampling, guidance=1.0)
-        latents = self.latents["own" if condition == "none" else condition]  # whose size is that of the noise
-        return self._generate(mode, self.tokens[:count], self.prefixes, latents, sampling, own_length)
+        given = self.given_latents(condition)
+        return self._generate(mode, self.tokens[:count], self.prefixes, given, sampling, own_length)
 
     def generate_latents(
         self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig, prefixes: Sequence[Sequence[int]] | None = None

@@ -271,6 +271,8 @@ class StepLog:
             "speed/step_s": seconds / self._steps,
             "speed/data_wait_s": self.data_wait_s / self._steps,
             "data/tokens": state.tokens_seen,
+            # Of the means in this record: fewer than since the last one after a resume, and where steps were skipped.
+            "data/steps": self._steps,
             "data/tokens_per_step": self._tokens / self._steps,
             "health/skipped_steps": state.skipped_steps,
             "optim/lr": lr,

@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.common.store_writer import StoreWriter
 from mmldlm.batch import PackedLayout
+from mmldlm.data.encoders import ChunkedEncoder, LsaEncoder, load_encoder
+from mmldlm.data.store import Store
+from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.controls import bag_of_words_nats, ridge_latents
 from mmldlm.evaluation.evaluator import Condition
@@ -23,6 +27,7 @@ from mmldlm.evaluation.likelihood import (
     text_bound,
 )
 from mmldlm.evaluation.statistics import BITS
+from mmldlm.evaluation.t2l import latent_metrics, latent_similarity_metrics
 from mmldlm.run.load import LoadedRun
 from tests.helpers.known_runs import fresh_run, perfect_run
 
@@ -165,6 +170,54 @@ def test_bag_of_words_beats_the_unigram_and_needs_the_latent(fresh: LoadedRun) -
     assert 0 < own < unigram
     evaluation.latents["own"] = evaluation.latents["shuffled"]
     assert bag_of_words_nats(evaluation).sum() > own
+
+
+def test_bag_of_words_is_fitted_without_the_documents_that_are_measured(tiny_store: Path, tmp_path: Path) -> None:
+    """Another test split, of latents that say nothing, changes no number of the validation split."""
+    store, tokenizer = Store.open(tiny_store), Tokenizer.load(tiny_store / "tokenizer")
+    nats = []
+    for order in (1, -1):
+        path = tmp_path / f"store{order}"
+        with StoreWriter(path, tokenizer, load_encoder(tiny_store / "encoder"), "float32") as writer:
+            for name in ("train", "validation", "test"):
+                _, texts, latents = store.split(name).samples(np.arange(len(store.split(name))))
+                writer.add(name, texts, latents[:: order if name == "test" else 1], [9] * len(texts))
+            writer.finish([], {}, {}, {})
+        run = fresh_run(path)
+        nats.append(
+            [bag_of_words_nats(Evaluation(run, EvaluationConfig(split=name))) for name in ("validation", "test")]
+        )
+    assert nats[0][0].tolist() == nats[1][0].tolist() and nats[0][1].tolist() != nats[1][1].tolist()
+
+
+class Remembers(Independent):
+    """Notes the latents that it is given."""
+
+    def forward(self, tokens, latents, *rest):  # type: ignore[no-untyped-def]
+        self.seen = latents
+        return super().forward(tokens, latents, *rest)
+
+
+def test_the_mean_latent_is_that_of_each_latent_token(tiny_store: Path, tmp_path: Path) -> None:
+    """Two latent tokens around opposite points: the mean over both is near neither of them."""
+    store, tokenizer = Store.open(tiny_store), Tokenizer.load(tiny_store / "tokenizer")
+    corpus = (tiny_store.parent / "corpus.txt").read_text(encoding="utf-8").splitlines()
+    encoder, rng, centers = ChunkedEncoder(LsaEncoder.fit(corpus, 8), 2), np.random.default_rng(0), np.ones((2, 8))
+    centers[1] = -1
+    with StoreWriter(tmp_path / "store", tokenizer, encoder, "float32") as writer:
+        for name in ("train", "validation", "test"):
+            _, texts, _ = store.split(name).samples(np.arange(len(store.split(name))))
+            writer.add(name, texts, centers + rng.normal(0, 0.1, (len(texts), 2, 8)), [9] * len(texts))
+        writer.finish([], {}, {}, {})
+    run = fresh_run(tmp_path / "store")
+    model = Remembers(run.store.manifest.vocab_size)
+    evaluation = Evaluation(replace(run, model=model), EvaluationConfig(times=1))
+    text_bound(evaluation, "mean")
+    assert run.store.restore(model.seen.numpy()) == pytest.approx(np.broadcast_to(centers, model.seen.shape), abs=0.05)
+    assert latent_similarity_metrics(evaluation, evaluation.raw_latents)["cosine_mean_latent"] > 0.98
+    assert all(
+        row["cosine_mean_latent"] > 0.98 for row in latent_metrics(Evaluation(run, EvaluationConfig()))["by_t_latent"]
+    )
 
 
 def test_similarity_to_training_texts_matches_all_pairs(fresh: LoadedRun) -> None:
