@@ -155,6 +155,18 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationSettings:
+    """Metrics of generated texts."""
+
+    bleu_tokenize: Literal["auto", "13a", "intl", "zh", "char", "none"] = setting(
+        "auto",
+        "what cuts texts into the words of BLEU, by sacreBLEU's names; auto: zh or char where most letters are of a "
+        "script without spaces, Chinese or another one, otherwise 13a",
+        advice="Values of different ones do not compare",
+    )
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save checkpoints, and which to keep."""
 
@@ -253,6 +265,7 @@ class RunConfig:
     )
     sampling: SamplingConfig = setting(SamplingConfig(), "generation during training, in `evaluate` and in `sample`")
     validation: ValidationConfig = setting(ValidationConfig(), "validation on held-out samples during training")
+    evaluation: EvaluationSettings = setting(EvaluationSettings(), "metrics of generated texts")
     log: LogConfig = setting(LogConfig(), "metrics")
     profile: ProfileConfig = setting(ProfileConfig(), "a trace of some steps for Perfetto (ui.perfetto.dev)")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "checkpoints")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +17,9 @@ from mmldlm.utils.intervals import ratio_of_sums
 BOOTSTRAPS = 1000
 NUM_SHOWN_SAMPLES = 20  # in samples.md
 NEAR_COPY = 0.9  # similarity to a training text from which a text counts as its copy
+# Letters of scripts whose words no spaces separate: Thai and Lao, Tibetan, Burmese, Khmer, kana, Chinese.
+_UNSPACED = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]")
+_CHINESE, _LETTER = re.compile("[\u3400-\u9fff\U00020000-\U0003ffff]"), re.compile(r"[^\W\d_]")
 SUFFIXES: dict[Condition, str] = {"own": "", "shuffled": "_shuffled", "mean": "_mean_latent"}
 
 
@@ -25,10 +29,13 @@ def reference_metrics(
     reference_tokens: Sequence[Sequence[int]],
     references: Sequence[str],
     with_intervals: bool = False,
+    tokenize: str = "auto",
 ) -> dict[str, Any]:
     """Return how similar texts are to references, by tokens at the same places, words and characters.
 
-    The intervals of BLEU and chrF are of the bootstrap over documents (Koehn, 2004, EMNLP), which takes seconds.
+    BLEU cuts texts into words as `evaluation.bleu_tokenize` says. It is of n-grams up to four words, or to the longest
+    reference where that is shorter, and None where references have no words. The intervals of BLEU and chrF are of the
+    bootstrap over documents (Koehn, 2004, EMNLP), which takes seconds.
     """
     from sacrebleu.metrics import BLEU, CHRF  # here, since every training imports this module
     from sacrebleu.significance import _bootstrap_resample
@@ -41,7 +48,13 @@ def reference_metrics(
     exact = np.array([text == true for text, true in zip(texts, references, strict=True)])
     metrics = with_interval("token_accuracy", accuracy) | share_with_interval("exact_match", exact)
     # `force` only silences a warning about references that look tokenized.
-    for name, metric in (("bleu", BLEU(force=True)), ("chrf", CHRF())):
+    bleu = BLEU(force=True, tokenize=bleu_tokenizer(references) if tokenize == "auto" else tokenize)
+    words = max(len(bleu.tokenizer(reference.rstrip()).split()) for reference in references)
+    bleu.max_ngram_order = max(1, min(bleu.max_ngram_order, words))
+    for name, metric in (("bleu", bleu), ("chrf", CHRF())):
+        if metric is bleu and not words:
+            metrics |= {"bleu": None, **({"bleu_ci95": None} if with_intervals else {})}
+            continue
         metrics[name] = metric.corpus_score(list(texts), [list(references)]).score
         if with_intervals:
             # Not by `corpus_score(n_bootstrap=...)`, which ends in a TypeError where some resamples score 0.
@@ -50,6 +63,15 @@ def reference_metrics(
             ends = np.percentile([float(score.score) for score in scores], [2.5, 97.5])
             metrics[f"{name}_ci95"] = ends.tolist()
     return metrics
+
+
+def bleu_tokenizer(texts: Sequence[str]) -> str:
+    """Return the name of sacreBLEU's tokenizer that finds words in texts of this script, see `bleu_tokenize`."""
+    text = "".join(texts)
+    letters, unspaced, chinese = (len(pattern.findall(text)) for pattern in (_LETTER, _UNSPACED, _CHINESE))
+    if 2 * unspaced <= letters:
+        return "13a"
+    return "zh" if chinese > 0.9 * unspaced else "char"  # Japanese has Chinese letters, too
 
 
 def reencoding_metrics(encoded: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
@@ -104,11 +126,14 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     reference_tokens = evaluation.tokens[:count]
     references, truth = evaluation.decode(reference_tokens), evaluation.raw_latents[:count]
     metrics: dict[str, Any] = {"texts": count}
-    sampling, words = evaluation.run.config.sampling, frozenset(evaluation.run.tokenizer.word_ids)
+    config, words = evaluation.run.config, frozenset(evaluation.run.tokenizer.word_ids)
+    sampling, tokenize = config.sampling, config.evaluation.bleu_tokenize
+    metrics["bleu_tokenize"] = bleu_tokenizer(references) if tokenize == "auto" else tokenize
 
     def add(suffix: str, tokens: Sequence[Sequence[int]]) -> list[str]:
         texts = evaluation.decode(tokens)
-        measured = reference_metrics(tokens, texts, reference_tokens, references, with_intervals=not suffix)
+        compared = tokens, texts, reference_tokens, references
+        measured = reference_metrics(*compared, with_intervals=not suffix, tokenize=metrics["bleu_tokenize"])
         measured |= reencoding_metrics(evaluation.encode(texts), truth)
         measured |= fault_metrics(tokens, reference_tokens, words)
         metrics.update({_add_suffix(key, suffix): value for key, value in measured.items()})
