@@ -142,7 +142,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     for condition, suffix in SUFFIXES.items():
         evaluation.progress.phase(f"texts from latents, latent {condition}")
         # Of the baselines only the median length is tried: a choice among texts of no use is not worth its time.
-        tried = sampling if condition == "own" else replace(sampling, lengths=1, search=None)
+        tried = sampling if condition == "own" else replace(sampling, tried_lengths=1, search=None)
         made = evaluation.generate("l2t", condition, count, tried, own_length=True)
         generated = made.tokens
         texts = add(suffix, generated)

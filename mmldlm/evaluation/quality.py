@@ -42,7 +42,7 @@ def _l2t(evaluation: Evaluation) -> dict[str, Any]:
     references = evaluation.decode(evaluation.tokens)
     metrics: dict[str, Any] = {}
     config = evaluation.run.config
-    sampling = replace(config.sampling, lengths=1)  # several times the passes for each length more
+    sampling = replace(config.sampling, tried_lengths=1)  # several times the passes for each length more
     generated = evaluation.generate("l2t", "own", len(references), sampling, own_length=True).tokens
     for suffix, tokens in (("", generated), ("_unigram", evaluation.unigram_tokens(len(references)))):
         compared = tokens, evaluation.decode(tokens), evaluation.tokens, references

@@ -133,11 +133,11 @@ class Model(_HubMixin):
             mode: l2t, t2l or joint; by default l2t for latents, t2l for texts and joint without a condition.
             count: Samples per condition; in joint, which has none, the number of samples.
             lengths: Tokens of each text: one number, or one for each of the n conditions; by default from the length
-                head, its median in l2t and a draw in joint.
+                head, by `tried_lengths` around its median in l2t and a draw in joint.
             prefixes: What the texts follow, for a network trained on data with prefixes (`prepare --prefix-field`): one
                 for all conditions or one for each. In joint each is a condition.
             seed: Seed of the random numbers.
-            **sampling: Settings that replace the run's own `sampling`, such as steps, temperature, top_p or guidance.
+            **sampling: Settings that replace the run's own `sampling`, such as steps, top_p or tried_lengths.
 
         Returns:
             B = n x count samples.

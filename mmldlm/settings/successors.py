@@ -19,7 +19,7 @@ from mmldlm.utils.short_repr import display_name, short_repr
 
 # Entries stay for good, since records need them. By the old key of a setting or group, oldest first: the new one, and
 # the version that renamed it.
-RENAMED: dict[str, tuple[str, str]] = {}
+RENAMED: dict[str, tuple[str, str]] = {"sampling.lengths": ("sampling.tried_lengths", "0.2.0")}
 # By the key: the value that equals what this version does, and what to use instead.
 REMOVED: dict[str, tuple[Any, str]] = {}
 # By a command, with its first word or an option of it.

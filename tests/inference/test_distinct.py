@@ -60,16 +60,16 @@ def test_several_texts_differ_and_come_best_first(shift: float, short_run: Loade
 
 def test_where_there_are_none_it_is_said(short_run: LoadedRun) -> None:
     """So little mass that all draws are the same, at one length."""
-    for of_source in shown(short_run, 3, top_p=1e-6, lengths=1, steps=1):
+    for of_source in shown(short_run, 3, top_p=1e-6, tried_lengths=1, steps=1):
         assert of_source[1:] == ["(only 1 distinct texts; a higher sampling.temperature gives more)"]
 
 
 @pytest.mark.setting("sampling.search")
 def test_a_search_finds_texts_that_fit_better(short_run: LoadedRun) -> None:
-    found = {budget: shown(short_run, 1, search=budget, temperature=1.0, lengths=3) for budget in (3, 40)}
+    found = {budget: shown(short_run, 1, search=budget, temperature=1.0, tried_lengths=3) for budget in (3, 40)}
     passes = [int(found[budget][-1].pop().removeprefix("passes of the network per latent: ")) for budget in found]
     assert passes[0] < passes[1] <= 40 * short_run.config.sampling.steps
-    assert found[3] == shown(short_run, 1, temperature=1.0, lengths=3)
+    assert found[3] == shown(short_run, 1, temperature=1.0, tried_lengths=3)
     less, more = (fits(short_run, found[budget]) for budget in found)
     assert (more >= less - 1e-6).all() and more.mean() > less.mean() + 0.02
 

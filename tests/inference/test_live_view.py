@@ -24,7 +24,7 @@ _END = "\x1e"  # behind all that was written; no watcher writes it
 def test_lines_show_every_step(short_run: LoadedRun) -> None:
     printed = io.StringIO()
     watcher = LiveView(short_run.tokenizer, printed)
-    latents, config = encode_texts(short_run, [TEXT]), SamplingConfig(steps=4, lengths=1)
+    latents, config = encode_texts(short_run, [TEXT]), SamplingConfig(steps=4, tried_lengths=1)
     made, texts = sample(short_run, "l2t", config, 0, latents, length=9, count=2, callback=watcher)
     watcher.close()
     lines = printed.getvalue().splitlines()
