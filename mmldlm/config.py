@@ -160,9 +160,7 @@ class EvaluationSettings:
 
     bleu_tokenize: Literal["auto", "13a", "intl", "zh", "char", "none"] = setting(
         "auto",
-        "what cuts texts into the words of BLEU, by sacreBLEU's names; auto: zh or char where most letters are of a "
-        "script without spaces, Chinese or another one, otherwise 13a",
-        advice="Values of different ones do not compare",
+        "sacreBLEU's tokenizer for BLEU; auto: zh or char for scripts without spaces, Chinese or others, else 13a",
     )
 
 

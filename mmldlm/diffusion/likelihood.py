@@ -13,18 +13,10 @@ from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.diffusion.masked import TextConfig
-from mmldlm.diffusion.noise import Noise, draw_noise, mode_weights
+from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.objective import Network, Objective
 
 BOUND_SAMPLER = TextConfig(masks="exact").sampler  # of the noise times
-
-
-def bound_noise(batch: Batch, seed: int, draw: int, num_slots: int) -> Noise:
-    """Return the noise of one draw, keyed by its number; the slots are places among `num_slots` texts.
-
-    These texts share the low-discrepancy grid of the draw's noise times.
-    """
-    return draw_noise(batch, seed, draw, num_slots, mode_weights("l2t"), BOUND_SAMPLER)
 
 
 @torch.no_grad()
@@ -32,8 +24,10 @@ def bound_terms(
     network: Network,
     objective: Objective,
     batch: Batch,
-    noise: Noise,
     t_latent: float,
+    seed: int,
+    draw: int,
+    num_slots: int,
     device: torch.device,
 ) -> Tensor:
     """Return one draw of the terms of each sample's likelihood bound, whatever loss the network was trained with.
@@ -42,13 +36,15 @@ def bound_terms(
 
     Args:
         batch: The samples, on the host.
-        noise: That of `bound_noise` for these samples.
         t_latent: Noise time of the latents: 0, or 1 for texts without a latent, where the network gets noise.
+        draw: Number of the draw, which keys its noise.
+        num_slots: Texts that share the low-discrepancy grid of a draw's noise times; the samples have places in it.
 
     Returns:
         float64 [5, B] on the host: the noise time of the text; the number of masked tokens; their nats, summed; the
         same with the weights of the bound, an unbiased estimate of the negative ELBO; the nats of the length.
     """
+    noise = draw_noise(batch, seed, draw, num_slots, mode_weights("l2t"), BOUND_SAMPLER)
     noise = replace(noise, t_latent=torch.full_like(noise.t_latent, t_latent))
     noised = objective.for_validation().corrupt(batch, noise)
     prediction, _, length_logits, *_ = network(*noised.to(device).inputs)

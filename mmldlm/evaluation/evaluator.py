@@ -30,7 +30,7 @@ from mmldlm.run.texts import generate_texts
 from mmldlm.utils.progress import Progress
 
 ENCODER_BATCH_SIZE = 64  # texts
-MEAN_SAMPLES = 20_000  # training samples that the mean latent is of, drawn at random
+MEAN_SAMPLES = 5000  # training samples, or all if they are fewer
 _UNIGRAM = len(MODES)  # key of the random stream of unigram texts; the modes have the keys below
 
 _T = TypeVar("_T")
@@ -92,8 +92,7 @@ class Evaluation:
         self.run, self.config, self.processes = run, config, processes or Collectives()
         # Where a forward pass is collective, all ranks run equally many, whatever the lengths of their texts.
         self._every_step = self.processes.shards_parameters
-        self._good_splits: dict[str, Split] = {}
-        self._verifies = ids is None
+        self._good_splits = {} if ids is None else {name: run.store.split(name) for name in ("train", config.split)}
         self.split = self.good_split(config.split)
         rng = np.random.default_rng(config.seed)
         # Neighbors in a store come from one source, so the documents are drawn: the first few are a fair sample, too.
@@ -109,37 +108,25 @@ class Evaluation:
         cycle = rng.permutation(count)
         other = np.empty(count, np.int64)
         other[cycle] = np.roll(cycle, 1)  # a single cycle through all documents: no fixed point
-        self.latents: dict[Condition, np.ndarray] = {
-            "own": latents,
-            "shuffled": latents[other],
-        }
+        self.latents: dict[Condition, np.ndarray] = {"own": latents, "shuffled": latents[other]}
 
     def good_split(self, name: str) -> Split:
         """Return a split without its bad samples, as far as the run leaves them out."""
         if name not in self._good_splits:  # a split is verified once
-            max_bad_samples = self.run.config.data.max_bad_samples if self._verifies else 0
-            store = drop_bad_samples(self.run.store, name, max_bad_samples)
+            store = drop_bad_samples(self.run.store, name, self.run.config.data.max_bad_samples)
             self._good_splits[name] = store.split(name)
         return self._good_splits[name]
 
-    @cached_property
-    def mean_latent(self) -> np.ndarray:
-        """Mean of each latent token over up to 20,000 training samples, standardized, float32 [M, C].
-
-        The origin of the standardized space is the mean over the M tokens as well.
-        """
-        shape = self.raw_latents.shape[1:]
-        if shape[0] == 1:
-            return np.zeros(shape, np.float32)
-        split = self.good_split("train")
-        drawn = draw_samples(split, MEAN_SAMPLES, np.random.default_rng(self.config.seed))
-        latents = self.run.store.standardize(split.samples(np.sort(drawn))[2])
-        return latents.mean(0, dtype=np.float64).astype(np.float32)
-
     def given_latents(self, condition: Condition) -> np.ndarray:
-        """Return the standardized latents of a condition, float32 [n, M, C]; those of "none" have the size of noise."""
-        if condition == "mean":
-            return np.broadcast_to(self.mean_latent, self.raw_latents.shape)
+        """Return the standardized latents of a condition, float32 [n, M, C]; those of "none" have the size of noise.
+
+        The mean is that of each latent token; over all tokens it is the origin of the standardized space.
+        """
+        if condition == "mean" and condition not in self.latents:
+            split, rng = self.good_split("train"), np.random.default_rng(self.config.seed)
+            latents = split.samples(np.sort(draw_samples(split, MEAN_SAMPLES, rng)))[2]
+            mean = self.run.store.standardize(latents.mean(0, dtype=np.float64))
+            self.latents["mean"] = np.broadcast_to(mean - mean.mean(0), self.raw_latents.shape)
         return self.latents["own" if condition == "none" else condition]
 
     @property
@@ -195,8 +182,8 @@ class Evaluation:
         """
         if mode == "joint":  # which has no condition to be guided to
             sampling = replace(sampling, guidance=1.0)
-        given = self.given_latents(condition)
-        return self._generate(mode, self.tokens[:count], self.prefixes, given, sampling, own_length)
+        latents = self.given_latents(condition)
+        return self._generate(mode, self.tokens[:count], self.prefixes, latents, sampling, own_length)
 
     def generate_latents(
         self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig, prefixes: Sequence[Sequence[int]] | None = None

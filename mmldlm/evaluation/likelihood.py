@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmldlm.diffusion.likelihood import bound_noise, bound_terms
+from mmldlm.diffusion.likelihood import bound_terms
 from mmldlm.diffusion.noise import MODES, SampleStreams, draw_noise, mode_weights
 from mmldlm.evaluation.controls import bag_of_words_nats
 from mmldlm.evaluation.evaluator import Condition, Evaluation
@@ -46,7 +46,7 @@ class TextBound:
 def text_bound(evaluation: Evaluation, condition: Condition, t_latent: float = 0.0) -> TextBound:
     """Estimate the likelihood bound of all documents, whatever loss the run was trained with (collective).
 
-    Each of the T = `times` draws takes its t from a low-discrepancy grid over all documents, see `bound_noise`. The
+    Each of the T = `times` draws takes its t from a low-discrepancy grid over all documents, see `bound_terms`. The
     estimate is unbiased, and every condition gets the same draws. The latent of `condition` has noise time `t_latent`;
     that of "none" is noise.
     """
@@ -55,8 +55,7 @@ def text_bound(evaluation: Evaluation, condition: Condition, t_latent: float = 0
     # The arrays of `TextBound`; other ranks fill in the remaining documents.
     terms = np.zeros((5, config.times, count))
     for draw, counted, batch in evaluation.draws(condition):
-        noise = bound_noise(batch, config.seed, draw, count)
-        drawn = bound_terms(run.model, run.objective, batch, noise, t_latent, run.device)
+        drawn = bound_terms(run.model, run.objective, batch, t_latent, config.seed, draw, count, run.device)
         if counted:
             terms[:, draw, batch.slots.numpy()] = drawn
     return TextBound(*evaluation.sum_over_ranks(terms))

@@ -38,6 +38,7 @@ _L2T: list[Row] = [
     ("BLEU", "bleu", _OWN_LENGTH),
     ("chrF", "chrf", _OWN_LENGTH),
     ("re-encoded cosine", "reencoded_cosine", {**_OWN_LENGTH, "references": "_true"}),
+    ("references that lack words", "references_lacking_words", {}),
     ("texts with a doubled word", "doubled_words", {"true length": "_true_length", "references": "_true"}),
     ("texts with swapped neighbors", "swapped_neighbors", {"true length": "_true_length"}),
     *_MEMORIZATION,

@@ -5,12 +5,8 @@ Shape letters: n conditions, B samples, P points between two latents, M latent t
 
 from __future__ import annotations
 
-import functools
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,7 +26,7 @@ from mmldlm.diffusion.sampling import (
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
 from mmldlm.run.texts import generate_texts
-from mmldlm.utils.printable import printable
+from mmldlm.settings.successors import notice
 
 # Called with the noise time, from 1 to 0, and the current tokens of each sample.
 StepCallback = Callable[[float, list[list[int]]], None]
@@ -201,22 +197,12 @@ def prefix_tokens(run: LoadedRun, prefixes: Sequence[str], count: int) -> list[l
     if any(prefixes) and not run.store.manifest.has_prefixes:
         raise UsageError(f"prefix: expected a run on data with prefixes (`prepare --prefix-field`), found {run.folder}")
     if run.store.manifest.has_prefixes and not all(prefixes):
-        _notice_no_prefix(run.folder)
+        notice(str(run.folder), f"{run.folder}: texts without a prefix follow nothing; those of its data have one")
     if len(prefixes) not in (1, count):
         raise UsageError(f"prefix: expected one, or one for each of {count} conditions, found {len(prefixes)}")
     end, ids = run.store.manifest.pad_id, run.tokenizer.encode_batch([prefix.strip() for prefix in prefixes])
     tokens = [[*each, end] if each else [] for each in ids]
     return tokens if len(tokens) == count else tokens * count
-
-
-@functools.cache
-def _notice_no_prefix(folder: Path) -> None:
-    """Say once that texts follow no prefix, though the run was trained with prefixes."""
-    if os.environ.get("RANK", "0") == "0":
-        text = (
-            f"notice: {folder} was trained on data with prefixes, and texts without one follow nothing; give a prefix"
-        )
-        print(printable(text), file=sys.stderr, flush=True)
 
 
 def check_guidance(run: LoadedRun, mode: Mode, config: SamplingConfig) -> None:

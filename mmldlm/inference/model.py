@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +15,8 @@ import numpy as np
 import torch
 
 from mmldlm.batch import Batch
-from mmldlm.diffusion.likelihood import bound_noise, bound_terms
-from mmldlm.diffusion.noise import Mode, Noise
+from mmldlm.diffusion.likelihood import bound_terms
+from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import DataError, UsageError
 from mmldlm.inference.conditions import check_latents, encode_or_raise
@@ -27,8 +26,7 @@ from mmldlm.settings.declaration import dump, restore
 from mmldlm.settings.successors import current
 from mmldlm.utils.intervals import Ratio, ratio_of_sums
 
-GRID_TEXTS = 64  # texts that share low-discrepancy grids of noise times, in `score`
-
+GRID_TEXTS = 64  # consecutive texts that share a low-discrepancy grid of noise times, in `score`
 if TYPE_CHECKING:
     _HubMixin: Any = object
 else:
@@ -209,9 +207,8 @@ class Model(_HubMixin):
         whole = [[*head, *text] for head, text in zip(heads, ids, strict=True)]
         terms = np.zeros((draws, len(ids)))
         for start in range(0, len(ids), batch_size):
-            rows = slice(start, start + batch_size)
-            given, indices = None if raw is None else raw[rows], range(len(ids))[rows]
-            terms[:, rows] = draw_bounds(run, whole[rows], given, indices, draws, seed)
+            rows, given = slice(start, start + batch_size), None if raw is None else raw[start : start + batch_size]
+            terms[:, rows] = draw_bounds(run, whole[rows], given, range(len(ids))[rows], seed, draws)
         errors = terms.std(0, ddof=1) / math.sqrt(draws) if draws > 1 else np.full(len(ids), math.nan)
         return Score(terms.mean(0), errors, np.array([len(text) for text in ids]))
 
@@ -268,30 +265,21 @@ def draw_bounds(
     tokens: Sequence[Sequence[int]],
     latents: np.ndarray | None,
     indices: Sequence[int],
-    draws: int,
     seed: int,
+    draws: int,
 ) -> np.ndarray:
     """Return unbiased estimates of the bounds of B texts in nats, float64 [T, B], see `Model.score`.
 
     Args:
         latents: [B, M, C] on the encoder's scale; None: without.
-        indices: Places of the texts in the input, increasing. With the seed they determine the noise, whatever texts
-            are computed together: texts 0 to 63 share grids of noise times, so do 64 to 127, and so on.
-        draws: T. Each draw has its own noise.
+        indices: Places of the texts in the input, which with the seed determine the noise.
+        draws: T. Each has its own noise.
     """
-    latent, count = run.store.manifest.latent, len(tokens)
-    shape = count, latent.tokens, latent.channels
-    conditions = torch.from_numpy(np.zeros(shape, np.float32) if latents is None else run.store.standardize(latents))
-
-    def batch_of(rows: slice) -> Batch:
-        flat = torch.tensor([token for text in tokens[rows] for token in text])
-        slots = torch.tensor(indices[rows]) % GRID_TEXTS
-        return Batch(flat, conditions[rows], tuple(map(len, tokens[rows])), slots, slots)
-
-    grids = [(grid, list(rows)) for grid, rows in groupby(range(count), lambda row: indices[row] // GRID_TEXTS)]
-    parts = [(grid, batch_of(slice(rows[0], rows[-1] + 1))) for grid, rows in grids]
-    batch, t_latent, bounds = batch_of(slice(None)), 1.0 if latents is None else 0.0, []
-    for draw in range(draws):
-        noise = Noise.concatenate([bound_noise(part, seed, grid * draws + draw, GRID_TEXTS) for grid, part in parts])
-        bounds.append(bound_terms(run.model, run.objective, batch, noise, t_latent, run.device)[3].numpy())
-    return np.stack(bounds)
+    latent, flat = run.store.manifest.latent, torch.tensor([token for text in tokens for token in text])
+    shape = len(tokens), latent.tokens, latent.channels
+    conditions = np.zeros(shape, np.float32) if latents is None else run.store.standardize(latents)
+    slots = torch.tensor(indices)
+    batch = Batch(flat, torch.from_numpy(conditions), tuple(map(len, tokens)), slots, slots)
+    t_latent = 1.0 if latents is None else 0.0
+    fixed = run.model, run.objective, batch, t_latent, seed
+    return np.stack([bound_terms(*fixed, draw, GRID_TEXTS, run.device)[3].numpy() for draw in range(draws)])

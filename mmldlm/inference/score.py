@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             tokens = run.tokenizer.encode_batch(texts)
             prefixes = prefix_tokens(run, [getattr(items[index], "prefix", "") for index in indices], len(indices))
             whole = [[*prefix, *text] for prefix, text in zip(prefixes, tokens, strict=True)]
-            bounds = draw_bounds(run, whole, latents, indices, draws, options.seed)
+            bounds = draw_bounds(run, whole, latents, indices, options.seed, draws)
             means = [(len(text), mean_of_draws(nats)) for text, nats in zip(tokens, bounds.T, strict=True)]
             return [
                 {"tokens": count, "nats": mean.value, **_bits_per_token(mean * (1 / count))} for count, mean in means

@@ -240,8 +240,7 @@ def load_run(
     for setting in settings:
         if not REPLACEABLE.fullmatch(setting):
             raise ConfigError(
-                "expected sampling.KEY=VALUE, evaluation.KEY=VALUE, attention.backend=VALUE or precision=VALUE, "
-                f"found {short_repr(setting)}"
+                f"expected a key of sampling, evaluation, attention.backend or precision, found {short_repr(setting)}"
             )
     config = run_config(folder, [*([f"data.path={data}", "data.mixture={}"] if data else []), *settings])
     is_other = checkpoint is not None and Path(checkpoint) != folder

@@ -89,17 +89,17 @@ def _successor(key: str, source: str, is_record: bool = False, value: Any = None
         if not is_record or (value != now and key.startswith(_OF_NETWORK)):
             raise ConfigError(f"{display_name(source)}: {key} is gone, {advice}")
         if value != now:
-            _notice(key, f"{key} is gone, and {short_repr(value)} in {display_name(source)} has no effect: {advice}")
+            notice(key, f"{key} is gone, and {short_repr(value)} in {display_name(source)} has no effect: {advice}")
         return ""
     new, since = RENAMED[key]
     major, minor = _version(since)
     if is_record:
-        _notice(key, f"{key} in {display_name(source)} is now {new} (since {since})")
+        notice(key, f"{key} in {display_name(source)} is now {new} (since {since})")
     elif _version(__version__) >= (major, minor + _MINORS_WITH_NOTICE):
         raise ConfigError(f"{display_name(source)}: {key} is gone, use {new} (since {since})")
     else:
         until = f"{major}.{minor + _MINORS_WITH_NOTICE}.0"
-        _notice(key, f"{key} is now {new} (since {since}); the old name will be refused from {until}")
+        notice(key, f"{key} is now {new} (since {since}); the old name will be refused from {until}")
     return new
 
 
@@ -117,7 +117,7 @@ def _group(tree: Any, key: str, make: bool = False) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _notice(key: str, text: str) -> None:
+def notice(key: str, text: str) -> None:
     """Print a notice on stderr, once for a key, on the first rank."""
     if key not in _noticed and os.environ.get("RANK", "0") == "0":
         print(printable(f"notice: {text}"), file=sys.stderr, flush=True)

@@ -16,6 +16,7 @@ from mmldlm.data.nearest import unit_vectors
 from mmldlm.diffusion.schedule import LatentPath
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import frechet_metrics
+from mmldlm.evaluation.l2t import text_metrics
 from mmldlm.evaluation.likelihood import (
     LATENT_TIMES,
     latent_nats,
@@ -72,6 +73,18 @@ def test_texts_of_a_perfect_run(perfect: dict[str, Any]) -> None:
         assert l2t[f"token_accuracy{suffix}"] < 0.3 and l2t[f"exact_match{suffix}"] < 0.1
         assert l2t[f"bleu{suffix}"] < 30 and l2t[f"chrf{suffix}"] < 50 and l2t[f"reencoded_cosine{suffix}"] < 0.9
     assert all(pair["reference"] == pair["generation"] for pair in l2t["samples"])
+
+
+def test_no_text_is_exact_where_the_reference_lacks_words(tiny_store: Path) -> None:
+    """Of a run that writes each token of the references, one of which is said to stand for unknown words."""
+    run = perfect_run(tiny_store)
+    evaluation = Evaluation(run, EvaluationConfig(samples=20, texts=20))
+    run.tokenizer.unknown_id = unknown = evaluation.tokens[0][0]
+    result, lacking = text_metrics(evaluation), [unknown in tokens for tokens in evaluation.tokens]
+    assert 0 < sum(lacking) < 20 and result["references_lacking_words"] == sum(lacking) / 20
+    assert result["token_accuracy"] == 1 and result["exact_match"] == lacking.count(False) / 20
+    by_length = result["exact_match_by_length"]
+    assert sum(row["exact_match"] * row["texts"] for row in by_length) == pytest.approx(20 - sum(lacking))
 
 
 class KnowsNormalLatents(torch.nn.Module):

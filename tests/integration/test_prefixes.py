@@ -18,8 +18,8 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import split_prefix
 from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights
-from mmldlm.inference.generate import _notice_no_prefix
 from mmldlm.run.load import load_run
+from mmldlm.settings.successors import _noticed
 from mmldlm.tools.demo import Demo
 from tests.helpers.tiny_config import TINY
 from tests.helpers.user_errors import assert_user_error
@@ -112,9 +112,9 @@ def test_texts_without_a_prefix_are_told(
             (short_run_dir, ["sample", "--mode", "joint"], 0),
         ]
     ):
-        _notice_no_prefix.cache_clear()
+        _noticed.clear()
         assert cli.main([arguments[0], str(folder), *arguments[1:]]) == 0, number
-        assert capsys.readouterr().err.count("follow nothing; give a prefix") == notices, arguments
+        assert capsys.readouterr().err.count("texts without a prefix follow nothing") == notices, arguments
 
 
 def test_answers_follow_questions(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

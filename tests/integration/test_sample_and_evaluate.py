@@ -100,7 +100,7 @@ def test_joint_generates_both(run_dir: Path, run: LoadedRun, capsys: pytest.Capt
         (
             ["--text", TEXT, "optim.lr=1"],
             64,
-            "expected sampling.KEY=VALUE, evaluation.KEY=VALUE, attention.backend=VALUE",
+            "expected a key of sampling, evaluation",
         ),
         (["--text", "zzz qqq"], 65, "no latent for 'zzz qqq'"),
         (["--latents", "/nowhere.npy"], 65, "/nowhere.npy does not exist"),
