@@ -192,9 +192,6 @@ def test_the_curve_is_that_of_micro_batches_by_samples(tiny_config: Path, tmp_pa
     assert logged == [30] * 3 + [90] * 2 + [None] * 3
 
 
-# ---- what is logged ----------------------------------------------------------------------------------------------
-
-
 def test_learned_weights_are_means_over_steps_whatever_their_micro_batches(tiny_config: Path, tmp_path: Path) -> None:
     records = []
     for every in (1, 8):

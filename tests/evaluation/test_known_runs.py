@@ -24,7 +24,7 @@ from mmldlm.evaluation.likelihood import (
     likelihood_of_text,
     text_bound,
 )
-from mmldlm.evaluation.statistics import cosine, retrieval_ranks
+from mmldlm.evaluation.statistics import cosine, frechet_distance, retrieval_ranks
 from mmldlm.evaluation.suite import evaluate
 from mmldlm.evaluation.t2l import denoise_latents, latent_metrics, latent_similarity_metrics
 from mmldlm.evaluation.table import samples_markdown, table
@@ -159,7 +159,8 @@ def test_untrained_run_is_at_chance(tiny_store: Path) -> None:
     fresh = fresh_run(
         tiny_store, "latent.prediction=epsilon"
     )  # which leaves its latents noise; of x0 they are the mean
-    result = evaluate(fresh, EvaluationConfig(split="train", samples=300, texts=20, times=2))
+    config = EvaluationConfig(split="train", samples=300, texts=20, times=2)
+    result = evaluate(fresh, config)
     l2t, t2l, joint = result["l2t"], result["t2l"], result["joint"]
     # The head's first logits are small: all but [MASK] and [PAD] are nearly as likely. Variance as in test_elbo.py.
     words = fresh.store.manifest.vocab_size - 2
@@ -169,6 +170,13 @@ def test_untrained_run_is_at_chance(tiny_store: Path) -> None:
         assert l2t[control] == pytest.approx(l2t["bits_per_token"], rel=1e-5)
     assert result["controls"]["unigram_bits_per_token"] < l2t["bits_per_token"]
     assert l2t["token_accuracy"] < 0.02 and l2t["exact_match"] == 0 and l2t["bleu"] < 3
+    evaluation = Evaluation(fresh, config)
+    for row in l2t["exact_match_by_length"]:  # of the references, however long the texts are
+        assert row["texts"] == sum(row["tokens_from"] <= each <= row["tokens_to"] for each in evaluation.lengths[:20])
+    characters = sum(map(len, evaluation.decode(evaluation.tokens)))
+    assert result["bits_per_character"] * characters == pytest.approx(
+        result["bits_per_token"] * evaluation.lengths.sum()
+    )
     count, chance = 300, 10 / 300
     assert abs(t2l["recall_at_10"] - chance) < 4.5 * math.sqrt(chance * (1 - chance) / count)
     assert abs(t2l["median_rank"] - t2l["median_rank_chance"]) < 4.5 * count / (2 * math.sqrt(count))
@@ -312,6 +320,8 @@ def test_frechet_distance_needs_enough_samples(fresh: LoadedRun) -> None:
     result = frechet_metrics(evaluation, evaluation.latents["own"][:20])
     assert result["frechet_distance"] == pytest.approx(0, abs=1e-5)
     assert result["frechet_distance_noise"] > result["frechet_distance_true"] > 0.1
+    rows = evaluation.latents["own"].reshape(len(evaluation.ids), -1)
+    assert result["frechet_distance_true"] == pytest.approx(frechet_distance(rows[20:40], rows[:20])), "other documents"
     shown = table(evaluate(fresh, EvaluationConfig(texts=8), modes=["joint"]))
     assert "the Frechet distance needs --texts 9 or more" in shown
 

@@ -239,6 +239,8 @@ def test_standard_errors_of_scores_are_those_of_repetitions(model: Model) -> Non
     spread = np.std([score.nats for score in scores], axis=0, ddof=1)
     expected = np.sqrt(np.mean([score.standard_errors**2 for score in scores], axis=0))
     np.testing.assert_allclose(spread, expected, rtol=0.5)
+    one, two = (model.score(TEXTS, draws=draws) for draws in (1, 2))  # of two draws half their difference
+    np.testing.assert_allclose(two.standard_errors, np.abs(two.nats - one.nats), rtol=1e-4)
 
 
 @pytest.mark.parametrize(
