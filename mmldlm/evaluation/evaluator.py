@@ -109,6 +109,8 @@ class Evaluation:
         other = np.empty(count, np.int64)
         other[cycle] = np.roll(cycle, 1)  # a single cycle through all documents: no fixed point
         self.latents: dict[Condition, np.ndarray] = {"own": latents, "shuffled": latents[other]}
+        if latents.shape[1] == 1:  # over all tokens the mean is the origin of the standardized space
+            self.latents["mean"] = np.zeros_like(latents)
 
     def good_split(self, name: str) -> Split:
         """Return a split without its bad samples, as far as the run leaves them out."""
@@ -118,10 +120,7 @@ class Evaluation:
         return self._good_splits[name]
 
     def given_latents(self, condition: Condition) -> np.ndarray:
-        """Return the standardized latents of a condition, float32 [n, M, C]; those of "none" have the size of noise.
-
-        The mean is that of each latent token; over all tokens it is the origin of the standardized space.
-        """
+        """Return standardized latents, float32 [n, M, C]: "mean" is of each latent token, "none" of that size alone."""
         if condition == "mean" and condition not in self.latents:
             split, rng = self.good_split("train"), np.random.default_rng(self.config.seed)
             latents = split.samples(np.sort(draw_samples(split, MEAN_SAMPLES, rng)))[2]

@@ -63,7 +63,9 @@ def perfect(tiny_store: Path, pairs: Path) -> dict[str, Any]:
 
 def test_texts_of_a_perfect_run(perfect: dict[str, Any]) -> None:
     l2t = perfect["l2t"]
-    assert l2t["bits_per_token"] < 1e-6 and l2t["bits_per_token_shuffled"] > 10
+    assert (
+        l2t["bits_per_token"] < 1e-6 and 10 < l2t["bits_per_token_shuffled"] != l2t["bits_per_token_mean_latent"] > 10
+    )
     assert l2t["token_accuracy"] == l2t["exact_match"] == 1
     assert l2t["bleu"] == pytest.approx(100) and l2t["chrf"] == pytest.approx(100)
     assert l2t["reencoded_cosine"] == l2t["reencoded_cosine_true"] == pytest.approx(1, abs=1e-5)
@@ -183,6 +185,7 @@ def test_untrained_run_is_at_chance(tiny_store: Path) -> None:
     assert t2l["cosine"] < t2l["cosine_mean_latent"]
     assert joint["frechet_distance"] > joint["frechet_distance_true"]
     assert joint["token_entropy"] > joint["token_entropy_true"]
+    assert joint["reencoded_cosine_drawn"] != joint["reencoded_cosine"], "latents of the text, which are other ones"
 
 
 class Uniform(torch.nn.Module):
@@ -303,7 +306,6 @@ def test_recall_counts_ranks_up_to_its_number(fresh: LoadedRun) -> None:
     result = latent_similarity_metrics(evaluation, np.repeat(fan[:1], 20, axis=0))
     assert (result["recall_at_1"], result["recall_at_10"], result["median_rank"]) == (1 / 20, 10 / 20, 10.5)
     assert (result["recall_at_1_chance"], result["recall_at_10_chance"]) == (1 / 20, 10 / 20)
-    assert result["median_rank_chance"] == 10.5 and result["candidates"] == 20
 
 
 def test_nonfinite_latents_match_nothing(fresh: LoadedRun) -> None:

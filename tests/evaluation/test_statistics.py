@@ -148,7 +148,6 @@ def test_text_scores_match_sacrebleu() -> None:
 
 
 CHINESE = ["今天的天气非常好", "我们一起去公园散步", "他昨天买了三本新书"]
-JAPANESE = ["きょうは天気がとても良いです", "公園を散歩しましょう"]
 
 
 @pytest.mark.setting("evaluation.bleu_tokenize")
@@ -159,7 +158,7 @@ JAPANESE = ["きょうは天気がとても良いです", "公園を散歩しま
         (["오늘 날씨가 매우 좋습니다"], "13a"),
         (CHINESE, "zh"),
         ([*CHINESE, "PyTorch 2.0 很快"], "zh"),
-        (JAPANESE, "char"),
+        (["きょうは天気がとても良いです", "公園を散歩しましょう"], "char"),
         (["วันนี้อากาศดีมาก"], "char"),
     ],
 )
