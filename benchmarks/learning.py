@@ -282,7 +282,12 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
 _NEAREST, _ANOTHER = "nearest training text", "another text's latent"
 _RIDGE = "ridge regression from token counts"
 ROWS = (
-    ("exact matches among the generated texts", "l2t.exact_match", "copies.nearest_latent_exact_match", _NEAREST),
+    (
+        "exact matches among the generated texts, lower-cased",
+        "l2t.exact_match",
+        "",
+        "none: no held-out text is in training",
+    ),
     ("chrF", "l2t.chrf", "l2t.chrf_shuffled", _ANOTHER),
     (
         "bits per token, text alone, with its length (upper bound)",
@@ -304,10 +309,10 @@ ROWS = (
         "bag of words given the latent",
     ),
     (
-        "the same, exactly, in the order of decoding",
-        "l2t.bits_per_token_by_confidence",
-        "l2t.bits_per_token_by_confidence_bound",
-        "the bound",
+        "the same, exactly, in the order of decoding, of texts up to 64 tokens",
+        "l2t.bits_per_token_by_confidence_up_to_64",
+        "l2t.bits_per_token_by_confidence_up_to_64_bound",
+        "the bound of these texts",
     ),
     ("t2l recall@1", "t2l.recall_at_1", "t2l.recall_at_1_ridge", _RIDGE),
     ("t2l cosine to the true latent", "t2l.cosine", "t2l.cosine_ridge", _RIDGE),
@@ -333,9 +338,12 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
         ]
         for title, metric, baseline, what in ROWS:
             values = [value(seed["metrics"], metric) for seed in corpus["seeds"]]
-            baselines = [value({**seed["metrics"], "copies": corpus["copies"]}, baseline) for seed in corpus["seeds"]]
+            shown = f"({what})" if baseline else what
+            if baseline:
+                by_seed = [{**seed["metrics"], "copies": corpus["copies"]} for seed in corpus["seeds"]]
+                shown = f"{_number(median(value(metrics, baseline) for metrics in by_seed))} {shown}"
             spread = " to ".join(map(_number, interval_of_a_run([seed["metrics"] for seed in corpus["seeds"]], metric)))
-            lines.append(f"| {title} | {_number(median(values))} | {spread} | {_number(median(baselines))} ({what}) |")
+            lines.append(f"| {title} | {_number(median(values))} | {spread} | {shown} |")
         # Unknown (None) for a run of which an earlier start was killed.
         minutes = [seed["train_cpu_s"] / 60 for seed in corpus["seeds"] if seed["train_cpu_s"] is not None]
         lines.append(

@@ -1,10 +1,13 @@
 """What a user would pick instead: an autoregressive decoder of texts, given their latents.
 
     python -m benchmarks reference_decoder [--corpora simple-docs python-docs] [--seeds 0 1 2] [--store FOLDER]
+    python -m benchmarks reference_decoder --corpora python-docs --run FOLDER
 
 It trains as a run of the config does: on the same samples in the same order, with the same optimizer, learning rates
 and number of steps. A text follows its latents and ends with a token of its own, so that it needs no length. All
-documents of the split test are measured, on one thread.
+documents of the split test are measured, on one thread. With `--run` nothing is trained: a run of the config on the
+corpus (`python -m benchmarks learning --keep`) is measured beside the decoders, whose results stay. Its exact bits
+are then of the same documents as theirs, of those that are longer than evaluations measure as well.
 """
 
 from __future__ import annotations
@@ -41,9 +44,12 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import UsageError
+from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import fault_metrics, reencoding_metrics, reference_metrics
+from mmldlm.evaluation.likelihood import MAX_ORDERED_TOKENS, SHORT, confidence_nats, text_bound
 from mmldlm.evaluation.statistics import BITS, cosine, with_interval
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
+from mmldlm.run.load import load_run
 from mmldlm.utils.intervals import ratio_of_sums
 
 NEAREST = "nearest of 5 beams"  # by the encoder, as ours is chosen among five lengths
@@ -51,6 +57,7 @@ BEAMS = {"greedy": 1, "beam of 4": 4, NEAREST: 5}
 BATCH = 64  # texts that are measured together
 ROWS = {
     "bits per token, with the end or length": "bits_per_token_with_length",
+    "the same of texts up to 64 tokens": f"bits_per_token_with_length{SHORT}",
     "exact matches": "exact_match",
     "BLEU": "bleu",
     "chrF": "chrf",
@@ -82,6 +89,27 @@ def train(config: RunConfig, store: Store) -> CausalDecoder:
     return model.eval()
 
 
+def exact_bits(nats: np.ndarray, lengths: np.ndarray) -> dict[str, Any]:
+    """Return the bits per token of documents with these nats, of all and of those as short as evaluations measure."""
+    metrics: dict[str, Any] = {}
+    for suffix, measured in (("", lengths > 0), (SHORT, lengths <= MAX_ORDERED_TOKENS)):
+        bits = ratio_of_sums(nats[measured], lengths[measured].astype(np.float64)) * BITS
+        metrics |= {f"documents{suffix}": int(measured.sum()), f"tokens{suffix}": int(lengths[measured].sum())}
+        metrics |= with_interval(f"bits_per_token_with_length{suffix}", bits)
+    return metrics
+
+
+def measure_run(folder: Path) -> dict[str, Any]:
+    """Return the exact bits of a run for all documents, tokens in the order of decoding."""
+    torch.set_num_threads(1)
+    run = load_run(folder)
+    count = len(run.store.split("test"))
+    evaluation = Evaluation(run, EvaluationConfig(samples=count, texts=count))
+    nats = confidence_nats(evaluation, "own", run.store.manifest.max_length)
+    nats += text_bound(evaluation, "own").length.mean(0)
+    return {"seed": run.config.run.seed, "step": run.step, **exact_bits(nats, evaluation.lengths)}
+
+
 def measure(config: RunConfig, store: Store, seed: int) -> dict[str, Any]:
     """Train with a seed and measure on the documents that `Evaluation` draws, in its order."""
     torch.set_num_threads(1)
@@ -102,8 +130,9 @@ def measure(config: RunConfig, store: Store, seed: int) -> dict[str, Any]:
         "texts": len(lengths),
         "million_parameters": sum(parameter.numel() for parameter in model.parameters()) / 1e6,
         "train_cpu_minutes": train_cpu_s / 60,
-        **with_interval("bits_per_token_with_length", ratio_of_sums(nats, lengths.astype(np.float64)) * BITS),
+        **exact_bits(nats, lengths),
     }
+    print_status(f"{result}")
     true_tokens = [document.tolist() for document in documents]
     references = tokenizer.decode_batch(true_tokens)
     for name, beams in BEAMS.items():
@@ -129,13 +158,15 @@ def measure(config: RunConfig, store: Store, seed: int) -> dict[str, Any]:
 def our_value(seed: Mapping[str, Any], metric: str) -> float | None:
     """Return a metric of `ROWS` of a run of the learning gate; None if the gate has none.
 
-    The bits are exact as the decoder's are, not the bound: of the tokens one by one in the order of decoding.
+    The bits are exact as the decoder's are, not the bound: of the tokens one by one in the order of decoding. The gate
+    has those of all texts where none is longer than `MAX_ORDERED_TOKENS`; otherwise `measure_run` has them.
     """
     l2t, train_cpu_s = seed["metrics"]["l2t"], seed["train_cpu_s"]  # None if an earlier start was killed
     if metric == "train_cpu_minutes":
         return train_cpu_s and train_cpu_s / 60
     if metric == "bits_per_token_with_length":
-        return l2t["bits_per_token_by_confidence"] + l2t["length_bits_per_token"]
+        are_all = l2t["exact_match_by_length"][-1]["tokens_to"] <= MAX_ORDERED_TOKENS
+        return l2t[f"bits_per_token_by_confidence{SHORT}"] + l2t["length_bits_per_token"] if are_all else None
     return l2t.get(metric)
 
 
@@ -148,9 +179,15 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
         for title, metric in ROWS.items():
             row = {f"`{name}`, seeds: {len(corpus['seeds'])}": title}
             for decoding in decodings:
-                row[decoding] = median_with_range([(seed | seed[decoding])[metric] for seed in corpus["seeds"]])
-            row[f"mmldlm, seeds: {len(ours)}"] = median_with_range([our_value(seed, metric) for seed in ours])
-            rows.append(row)
+                row[decoding] = median_with_range([(seed | seed[decoding]).get(metric) for seed in corpus["seeds"]])
+            measured = [run[metric] for run in corpus.get("runs", []) if metric in run]
+            row[f"mmldlm, seeds: {len(ours)}"] = median_with_range(
+                measured or [our_value(seed, metric) for seed in ours]
+            )
+            if measured:
+                row[f"mmldlm, seeds: {len(ours)}"] += f" (seeds: {len(measured)})"
+            if any(cell != "-" for cell in [*row.values()][1:]):
+                rows.append(row)
         made[f"reference-decoder-{name}"] = markdown(rows)
     return made
 
@@ -161,11 +198,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--corpora", nargs="+", help=f"some of {', '.join(CASES)} (all)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--store", type=Path, metavar="FOLDER", help="store of the corpus, instead of preparing it")
+    parser.add_argument(
+        "--run", type=Path, action="append", metavar="FOLDER", help="measure this run, and train nothing"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of reference_decoder.json (%(default)s)")
     options = parser.parse_intermixed_args(argv)
     names, measured = select_names("--corpora", options.corpora, list(CASES)), dict[str, Any]()
     if options.store and len(names) > 1:
         raise UsageError(f"--store: expected one corpus in --corpora, found {', '.join(names)}")
+    if options.run:
+        if len(names) > 1:
+            raise UsageError(f"--run: expected one corpus in --corpora, found {', '.join(names)}")
+        (name,) = names
+        earlier = json.loads((options.out / "reference_decoder.json").read_text(encoding="utf-8"))["corpora"][name]
+        runs = {"runs_by": circumstances(torch.device("cpu")), "runs": [measure_run(run) for run in options.run]}
+        measured[name] = earlier | runs
+        write_corpora("reference_decoder", measured, options.out)
+        return 0
     with working_folder(None) as folder:
         for name in names:
             path, case = options.store or prepare_corpus(name, folder), CASES[name]

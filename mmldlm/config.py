@@ -162,6 +162,16 @@ class ValidationConfig:
 
 
 @dataclass(frozen=True)
+class EvaluationSettings:
+    """Metrics of generated texts."""
+
+    bleu_tokenize: Literal["auto", "13a", "intl", "zh", "char", "none"] = setting(
+        "auto",
+        "sacreBLEU's tokenizer for BLEU; auto: zh or char for scripts without spaces, Chinese or others, else 13a",
+    )
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """When to save checkpoints, and which to keep."""
 
@@ -261,6 +271,7 @@ class RunConfig:
     )
     sampling: SamplingConfig = setting(SamplingConfig(), "generation during training, in `evaluate` and in `sample`")
     validation: ValidationConfig = setting(ValidationConfig(), "validation on held-out samples during training")
+    evaluation: EvaluationSettings = setting(EvaluationSettings(), "metrics of generated texts")
     log: LogConfig = setting(LogConfig(), "metrics")
     profile: ProfileConfig = setting(ProfileConfig(), "a trace of some steps for Perfetto (ui.perfetto.dev)")
     checkpoint: CheckpointConfig = setting(CheckpointConfig(), "checkpoints")

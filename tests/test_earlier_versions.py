@@ -79,8 +79,10 @@ def test_a_run_is_resumed(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert steps == [2, 4, 6, 8, 9, 10, 11, 12]
     mmldlm_command("evaluate run --samples 12 --texts 4 --times 1")
     after = keys_of_json()
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     for name, keys in before.items():
-        assert keys - after[name] == set(), name
+        gone = {key for key in keys - after[name] if f"`{key.rpartition('.')[2]}`" not in changes}
+        assert gone == set(), f"{name}: neither there nor named in the changelog"
     mmldlm_command("verify run")
 
 

@@ -145,7 +145,7 @@ class Tokenizer:
 
         These differ from what their ids decode to in more than case, white space and what the normalizer changes.
         """
-        unknown = sum(token == self._unknown_id for sample in ids for token in sample)
+        unknown = sum(token == self.unknown_id for sample in ids for token in sample)
         pairs = [*zip(texts, self.decode_batch(ids), strict=True)]
         lossy = sum(one != other and self._comparable(one) != self._comparable(other) for one, other in pairs)
         return Counter(tokens=sum(map(len, ids)), unknown=unknown, documents=len(texts), lossy=lossy)
@@ -155,7 +155,8 @@ class Tokenizer:
         return "".join((normalizer.normalize_str(text) if normalizer else text).casefold().split())
 
     @cached_property
-    def _unknown_id(self) -> int | None:
+    def unknown_id(self) -> int | None:
+        """Id of what stands for words outside of the vocabulary; None if every text can be spelled."""
         model = json.loads(self._json)["model"]
         return model["unk_id"] if "unk_id" in model else self._backend.token_to_id(model.get("unk_token") or "")
 

@@ -52,8 +52,8 @@ def generate_best(
 ) -> Generation:
     """Generate `count` texts of each of n latents, best first and all different if there are enough different ones.
 
-    Candidates are `config.lengths` times as many. Where no temperature is set, one text of a latent takes the most
-    likely tokens, and several are drawn. Under `config.search`, which needs `fit`, one text of a latent is improved
+    Candidates are `config.tried_lengths` times as many. Where no temperature is set, one text of a latent takes the
+    most likely tokens, and several are drawn. Under `config.search`, which needs `fit`, one text is improved
     afterwards, unless its length is given; its `log_p` is NaN then.
 
     Args:
@@ -68,15 +68,15 @@ def generate_best(
     config = replace(config, temperature=config.resolve_temperature("l2t", latents.shape[1], count))
     if lengths is None:
         p = length_probabilities(model, text.mask_id, latents, 0.0)
-        tried = lengths_around(median_lengths(p), min(config.lengths, config.search or max_length), max_length)
+        tried = lengths_around(median_lengths(p), min(config.tried_lengths, config.search or max_length), max_length)
         unlikely = p.gather(1, tried - 1) < UNLIKELY * p.amax(1, keepdim=True)
         unlikely[:, 0] = False
     else:
         tried = torch.tensor(lengths)[:, None]
         unlikely = torch.zeros_like(tried, dtype=torch.bool)
     draws = count
-    if tried.shape[1] < config.lengths and count > 1:
-        draws = -(-count * config.lengths // tried.shape[1])  # as many candidates where there are fewer lengths
+    if tried.shape[1] < config.tried_lengths and count > 1:
+        draws = -(-count * config.tried_lengths // tried.shape[1])  # as many candidates where there are fewer lengths
     per_latent = draws * tried.shape[1]
     streams = generator.repeat(per_latent) if isinstance(generator, SampleStreams) else generator
     repeated = latents.repeat_interleave(per_latent, 0)

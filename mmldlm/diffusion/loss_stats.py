@@ -54,8 +54,8 @@ class LossStats:
         tokens.view(len(MODES), -1)[MODES.index("t2l")] = 0
         samples.view(len(MODES), -1)[MODES.index("l2t")] = 0
         aux_counts = {"label_smoothing": tokens.sum(), "z": tokens.sum(), "accuracy": total.new_tensor(num_masked)}
-        # Learned weights count once per micro-batch.
-        aux = [aux_counts.get(name, torch.ones_like(total)) for name in self.aux_losses]
+        # Learned weights count once per sample, so that each step has one weight, whatever its micro-batches.
+        aux = [aux_counts.get(name, total) for name in self.aux_losses]
         return torch.cat([tokens, samples, torch.stack([total, *aux])])
 
     def totals(self, counts: Sequence[float]) -> tuple[float, float, float]:

@@ -100,14 +100,15 @@ def draw_noise(
     # Every rank draws the grids of the whole global batch and takes the entries of its slots.
     shared = random_stream(seed, purpose=0, step=step)
     offsets = shared.random(3)
-    local_strata = [torch.from_numpy(shared.permutation(global_batch_size))[batch.slots] for _ in offsets]
+    places = batch.slots % global_batch_size  # those of training are below it
+    local_strata = [torch.from_numpy(shared.permutation(global_batch_size))[places] for _ in offsets]
     t_mode, u_text, u_latent = (
         stratified_times(float(offset), strata, global_batch_size)
         for offset, strata in zip(offsets, local_strata, strict=True)
     )
     if not (text.stratified and latent.stratified):
         # Drawn last from the shared stream, so that `stratified` changes no other number.
-        free_text, free_latent = torch.from_numpy(shared.random((2, global_batch_size)))[:, batch.slots]
+        free_text, free_latent = torch.from_numpy(shared.random((2, global_batch_size)))[:, places]
         u_text, u_latent = u_text if text.stratified else free_text, u_latent if latent.stratified else free_latent
     cumulative = torch.tensor([weights[name] for name in MODES], dtype=torch.float64).cumsum(0)
     # right=True: a mode with weight 0 has an empty interval, in which no number falls.

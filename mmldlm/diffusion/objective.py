@@ -276,7 +276,7 @@ class Objective:
             # The term s / 2 counts once per step: each micro-batch adds its fraction of it.
             own_tokens, own_samples, _ = stats.totals(noised.counts.tolist())
             loss = loss + 0.5 * (own_tokens / tokens * log_variances[0] + own_samples / samples * log_variances[1])
-            aux |= {"text_weight": weights[0], "latent_weight": weights[1]}
+            aux |= zip(("text_weight", "latent_weight"), weights * len(noised.length_target), strict=True)
         if "accuracy" in stats.aux_losses:
             is_best = optional[1]
             aux["accuracy"] = is_best.sum() * (len(noised.positions) / max(1, len(is_best)))

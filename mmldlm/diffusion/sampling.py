@@ -53,7 +53,7 @@ class SamplingConfig:
         at_least=0,
         advice="1 if samples should follow the likelihood",
     )
-    lengths: int = setting(
+    tried_lengths: int = setting(
         5,
         "l2t without a given length: lengths around the length head's median at which texts are generated; the text "
         "that fits the latent best is kept, by the encoder's latent of it, or by its likelihood without an encoder",
@@ -62,8 +62,8 @@ class SamplingConfig:
     )
     search: int | None = setting(
         None,
-        "l2t, with the run's encoder: how many texts are generated for one latent; after `lengths` of them, tokens of "
-        "the best one that fit the latent worst are masked and generated again; null: `lengths` alone",
+        "l2t, with the run's encoder: how many texts are generated for one latent; after `tried_lengths` of them, "
+        "tokens of the best one that fit the latent worst are masked and generated again; null: `tried_lengths` alone",
         at_least=1,
         advice="16 takes about twice the time of the default, 64 five times. It pays where a latent determines its "
         "text, as learned latents of several tokens do",

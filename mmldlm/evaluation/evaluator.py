@@ -30,6 +30,7 @@ from mmldlm.run.texts import generate_texts
 from mmldlm.utils.progress import Progress
 
 ENCODER_BATCH_SIZE = 64  # texts
+MEAN_SAMPLES = 5000  # training samples, or all if they are fewer
 _UNIGRAM = len(MODES)  # key of the random stream of unigram texts; the modes have the keys below
 
 _T = TypeVar("_T")
@@ -91,14 +92,14 @@ class Evaluation:
         self.run, self.config, self.processes = run, config, processes or Collectives()
         # Where a forward pass is collective, all ranks run equally many, whatever the lengths of their texts.
         self._every_step = self.processes.shards_parameters
-        store, self._good_splits = run.store, dict[str, Split]()
-        self.split = store.split(config.split) if ids is not None else self.good_split(config.split)
+        self._good_splits = {} if ids is None else {name: run.store.split(name) for name in ("train", config.split)}
+        self.split = self.good_split(config.split)
         rng = np.random.default_rng(config.seed)
         # Neighbors in a store come from one source, so the documents are drawn: the first few are a fair sample, too.
         self.ids = draw_samples(self.split, config.samples, rng) if ids is None else np.asarray(ids, np.int64)
         count = len(self.ids)
         if ids is None:
-            check_num_samples(count, config.split, store)
+            check_num_samples(count, config.split, run.store)
         prefixes, texts, self.raw_latents = self.split.samples(self.ids)
         self.prefixes: list[list[int]] = [prefix.tolist() for prefix in prefixes]
         self.tokens: list[list[int]] = [text.tolist() for text in texts]
@@ -107,11 +108,9 @@ class Evaluation:
         cycle = rng.permutation(count)
         other = np.empty(count, np.int64)
         other[cycle] = np.roll(cycle, 1)  # a single cycle through all documents: no fixed point
-        self.latents: dict[Condition, np.ndarray] = {
-            "own": latents,
-            "shuffled": latents[other],
-            "mean": np.zeros_like(latents),  # the mean is the origin of the standardized space
-        }
+        self.latents: dict[Condition, np.ndarray] = {"own": latents, "shuffled": latents[other]}
+        if latents.shape[1] == 1:  # over all tokens the mean is the origin of the standardized space
+            self.latents["mean"] = np.zeros_like(latents)
 
     def good_split(self, name: str) -> Split:
         """Return a split without its bad samples, as far as the run leaves them out."""
@@ -119,6 +118,15 @@ class Evaluation:
             store = drop_bad_samples(self.run.store, name, self.run.config.data.max_bad_samples)
             self._good_splits[name] = store.split(name)
         return self._good_splits[name]
+
+    def given_latents(self, condition: Condition) -> np.ndarray:
+        """Return standardized latents, float32 [n, M, C]: "mean" is of each latent token, "none" of that size alone."""
+        if condition == "mean" and condition not in self.latents:
+            split, rng = self.good_split("train"), np.random.default_rng(self.config.seed)
+            latents = split.samples(np.sort(draw_samples(split, MEAN_SAMPLES, rng)))[2]
+            mean = self.run.store.standardize(latents.mean(0, dtype=np.float64))
+            self.latents["mean"] = np.broadcast_to(mean - mean.mean(0), self.raw_latents.shape)
+        return self.latents["own" if condition == "none" else condition]
 
     @property
     def num_texts(self) -> int:
@@ -146,7 +154,7 @@ class Evaluation:
         batch = collate(self.split, self.ids[slots], slots)
         if condition == "none":
             return batch
-        return replace(batch, latents=torch.from_numpy(self.latents[condition][slots]))
+        return replace(batch, latents=torch.from_numpy(self.given_latents(condition)[slots]))
 
     def _track(self, work: Sequence[_T]) -> Iterator[_T]:
         return self.progress.track(work, "micro-batches", len(work))
@@ -173,7 +181,7 @@ class Evaluation:
         """
         if mode == "joint":  # which has no condition to be guided to
             sampling = replace(sampling, guidance=1.0)
-        latents = self.latents["own" if condition == "none" else condition]  # whose size is that of the noise
+        latents = self.given_latents(condition)
         return self._generate(mode, self.tokens[:count], self.prefixes, latents, sampling, own_length)
 
     def generate_latents(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +17,9 @@ from mmldlm.utils.intervals import ratio_of_sums
 BOOTSTRAPS = 1000
 NUM_SHOWN_SAMPLES = 20  # in samples.md
 NEAR_COPY = 0.9  # similarity to a training text from which a text counts as its copy
+# Letters of scripts whose words no spaces separate: Thai and Lao, Tibetan, Burmese, Khmer, kana, Chinese.
+_UNSPACED = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]")
+_CHINESE, _LETTER = re.compile("[\u3400-\u9fff\U00020000-\U0003ffff]"), re.compile(r"[^\W\d_]")
 SUFFIXES: dict[Condition, str] = {"own": "", "shuffled": "_shuffled", "mean": "_mean_latent"}
 
 
@@ -24,11 +28,15 @@ def reference_metrics(
     texts: Sequence[str],
     reference_tokens: Sequence[Sequence[int]],
     references: Sequence[str],
+    tokenize: str = "auto",
     with_intervals: bool = False,
+    unknown: int | None = None,
 ) -> dict[str, Any]:
     """Return how similar texts are to references, by tokens at the same places, words and characters.
 
-    The intervals of BLEU and chrF are of the bootstrap over documents (Koehn, 2004, EMNLP), which takes seconds.
+    No text is exact where the reference lacks words, in place of which it has the token `unknown`. `tokenize` is
+    `evaluation.bleu_tokenize`. BLEU is of up to four words, or as many as the longest reference has; None if that has
+    none. The intervals of BLEU and chrF are of the bootstrap over documents (Koehn, 2004, EMNLP), which takes seconds.
     """
     from sacrebleu.metrics import BLEU, CHRF  # here, since every training imports this module
     from sacrebleu.significance import _bootstrap_resample
@@ -38,10 +46,13 @@ def reference_metrics(
     accuracy = ratio_of_sums(
         np.array(matches, np.float64), np.array([len(text) for text in reference_tokens], np.float64)
     )
-    exact = np.array([text == true for text, true in zip(texts, references, strict=True)])
+    exact = exact_matches(texts, references, reference_tokens, unknown)
     metrics = with_interval("token_accuracy", accuracy) | share_with_interval("exact_match", exact)
     # `force` only silences a warning about references that look tokenized.
-    for name, metric in (("bleu", BLEU(force=True)), ("chrf", CHRF())):
+    bleu = BLEU(force=True, tokenize=bleu_tokenizer(references, tokenize))
+    words = max(len(bleu.tokenizer(reference.rstrip()).split()) for reference in references)
+    bleu.max_ngram_order = max(1, min(bleu.max_ngram_order, words))
+    for name, metric in (("bleu", bleu), ("chrf", CHRF())):
         metrics[name] = metric.corpus_score(list(texts), [list(references)]).score
         if with_intervals:
             # Not by `corpus_score(n_bootstrap=...)`, which ends in a TypeError where some resamples score 0.
@@ -49,7 +60,23 @@ def reference_metrics(
             _, scores = _bootstrap_resample(statistics, metric, BOOTSTRAPS)
             ends = np.percentile([float(score.score) for score in scores], [2.5, 97.5])
             metrics[f"{name}_ci95"] = ends.tolist()
-    return metrics
+    return metrics if words else {key: None if key.startswith("bleu") else metrics[key] for key in metrics}
+
+
+def exact_matches(
+    texts: Sequence[str], references: Sequence[str], tokens: Sequence[Sequence[int]], unknown: int | None
+) -> np.ndarray:
+    """Return which texts equal their references, bool [n]; none does where the reference's tokens lack words."""
+    compared = zip(texts, references, tokens, strict=True)
+    return np.array([text == true and unknown not in own for text, true, own in compared])
+
+
+def bleu_tokenizer(texts: Sequence[str], tokenize: str) -> str:
+    """Return the name of sacreBLEU's tokenizer by `evaluation.bleu_tokenize`, and for auto by the script of texts."""
+    text = "".join(texts)
+    letters, unspaced, chinese = (len(pattern.findall(text)) for pattern in (_LETTER, _UNSPACED, _CHINESE))
+    by_script = "13a" if 2 * unspaced <= letters else "zh" if chinese > 0.9 * unspaced else "char"  # as Japanese
+    return by_script if tokenize == "auto" else tokenize
 
 
 def reencoding_metrics(encoded: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
@@ -103,12 +130,16 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     count = evaluation.num_texts
     reference_tokens = evaluation.tokens[:count]
     references, truth = evaluation.decode(reference_tokens), evaluation.raw_latents[:count]
-    metrics: dict[str, Any] = {"texts": count}
     sampling, words = evaluation.run.config.sampling, frozenset(evaluation.run.tokenizer.word_ids)
+    tokenize = bleu_tokenizer(references, evaluation.run.config.evaluation.bleu_tokenize)
+    unknown = evaluation.run.tokenizer.unknown_id
+    lacking = sum(unknown in tokens for tokens in reference_tokens) / count
+    metrics: dict[str, Any] = {"texts": count, "bleu_tokenize": tokenize, "references_lacking_words": lacking}
 
     def add(suffix: str, tokens: Sequence[Sequence[int]]) -> list[str]:
         texts = evaluation.decode(tokens)
-        measured = reference_metrics(tokens, texts, reference_tokens, references, with_intervals=not suffix)
+        compared = tokens, texts, reference_tokens, references, tokenize
+        measured = reference_metrics(*compared, with_intervals=not suffix, unknown=unknown)
         measured |= reencoding_metrics(evaluation.encode(texts), truth)
         measured |= fault_metrics(tokens, reference_tokens, words)
         metrics.update({_add_suffix(key, suffix): value for key, value in measured.items()})
@@ -117,7 +148,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     for condition, suffix in SUFFIXES.items():
         evaluation.progress.phase(f"texts from latents, latent {condition}")
         # Of the baselines only the median length is tried: a choice among texts of no use is not worth its time.
-        tried = sampling if condition == "own" else replace(sampling, lengths=1, search=None)
+        tried = sampling if condition == "own" else replace(sampling, tried_lengths=1, search=None)
         made = evaluation.generate("l2t", condition, count, tried, own_length=True)
         generated = made.tokens
         texts = add(suffix, generated)
@@ -126,7 +157,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
             metrics |= memorization_metrics(evaluation, generated)
             pairs = zip(references[:NUM_SHOWN_SAMPLES], texts[:NUM_SHOWN_SAMPLES], strict=True)
             metrics["samples"] = [{"reference": reference, "generation": text} for reference, text in pairs]
-            exact = np.array([text == true for text, true in zip(texts, references, strict=True)])
+            exact = exact_matches(texts, references, reference_tokens, unknown)
             metrics["exact_match_by_length"] = [
                 {**row, "texts": int(inside.sum()), **share_with_interval("exact_match", exact[inside])}
                 for row, inside in length_buckets(evaluation.lengths[:count])

@@ -20,6 +20,7 @@ from mmldlm.evaluation.statistics import BITS, length_buckets, noise_bins, with_
 from mmldlm.utils.intervals import Ratio, ratio_of_sums
 
 MAX_ORDERED_TOKENS = 64  # longest document whose likelihood by confidence is computed, by as many passes
+SHORT = f"_up_to_{MAX_ORDERED_TOKENS}"  # end of the names of metrics of these documents alone
 _ORDERED = len(MODES) + 2  # key of the random stream of its noise latents, see `Evaluation`
 LATENT_TIMES = (0.3, 0.5, 0.7, 0.9)  # at which the text is generated, in the bound by way of the latent
 NOVEL_FRACTION = 0.9  # of the documents: those least similar to a training text
@@ -112,13 +113,13 @@ def _bits(nats: np.ndarray, units: np.ndarray) -> Ratio:
 
 
 @torch.no_grad()
-def confidence_nats(evaluation: Evaluation, condition: Condition) -> np.ndarray:
+def confidence_nats(evaluation: Evaluation, condition: Condition, longest: int = MAX_ORDERED_TOKENS) -> np.ndarray:
     """Return the exact nats of the first documents, generated one token at a time in the order of confidence.
 
     Each step unmasks the position whose most likely token has the largest probability; its token is drawn from the
     network's distribution. As the order is a function of the tokens before it, the product of the probabilities is a
     normalized likelihood of the text given its length (DUEL, arXiv 2603.01367). For `num_texts` documents, float64
-    [n]; NaN for those of more than 64 tokens (collective).
+    [n]; NaN for those of more than `longest` tokens, as there are as many passes (collective).
     """
     run, text = evaluation.run, evaluation.run.objective.text
     nats = np.zeros(evaluation.num_texts)
@@ -127,7 +128,7 @@ def confidence_nats(evaluation: Evaluation, condition: Condition) -> np.ndarray:
             continue
         layout, truth = batch.layout.to(run.device), batch.tokens.to(run.device)
         is_text, lengths = (each.to(run.device) for each in text.find_texts(batch.tokens, batch.layout))
-        ordered = lengths <= MAX_ORDERED_TOKENS
+        ordered = lengths <= longest
         latents, t_latent = batch.latents, torch.zeros(len(lengths), device=run.device)
         if condition == "none":
             latents = SampleStreams(evaluation.config.seed, _ORDERED, batch.slots).normal(latents.shape)
@@ -152,16 +153,17 @@ def confidence_nats(evaluation: Evaluation, condition: Condition) -> np.ndarray:
 
 
 def _by_confidence(evaluation: Evaluation, condition: Condition, bound: TextBound) -> dict[str, Any]:
-    """Return the bits per token of `confidence_nats`, and those of the bound for the same documents."""
+    """Return the bits per token of `confidence_nats`, and those of the bound and the lengths of the same documents."""
     evaluation.progress.phase(f"likelihood by confidence, latent {condition}")
     nats = confidence_nats(evaluation, condition)
     ordered = np.flatnonzero(evaluation.lengths[: len(nats)] <= MAX_ORDERED_TOKENS)
     if len(ordered) < 2:
         return {"confidence_documents": len(ordered)}
-    tokens = evaluation.lengths[ordered]
+    tokens, name = evaluation.lengths[ordered], f"bits_per_token_by_confidence{SHORT}"
     return {
-        **with_interval("bits_per_token_by_confidence", _bits(nats[ordered], tokens)),
-        "bits_per_token_by_confidence_bound": _bits(bound.nats[ordered], tokens).value,
+        **with_interval(name, _bits(nats[ordered], tokens)),
+        f"{name}_bound": _bits(bound.nats[ordered], tokens).value,
+        f"length_bits_per_token{SHORT}": _bits(bound.length.mean(0)[ordered], tokens).value,
         "confidence_documents": len(ordered),
     }
 

@@ -41,10 +41,11 @@ def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[
 def _l2t(evaluation: Evaluation) -> dict[str, Any]:
     references = evaluation.decode(evaluation.tokens)
     metrics: dict[str, Any] = {}
-    sampling = replace(evaluation.run.config.sampling, lengths=1)  # several times the passes for each length more
+    sampling = replace(evaluation.run.config.sampling, tried_lengths=1)  # several times the passes for each length more
     generated = evaluation.generate("l2t", "own", len(references), sampling, own_length=True).tokens
     for suffix, tokens in (("", generated), ("_unigram", evaluation.unigram_tokens(len(references)))):
-        measured = reference_metrics(tokens, evaluation.decode(tokens), evaluation.tokens, references)
+        compared = tokens, evaluation.decode(tokens), evaluation.tokens, references
+        measured = reference_metrics(*compared, evaluation.run.config.evaluation.bleu_tokenize)
         metrics |= {key + suffix: value for key, value in measured.items()}
     return metrics
 

@@ -47,7 +47,7 @@ def evaluate(
         progress.phase("opening documents and encoder")
         evaluation = Evaluation(run, config, processes, progress=progress, chooses=True)
         # Loaded, and sentences tokenized, only to fail here and not after all generations.
-        _ = run.encoder
+        _ = run.encoder, evaluation.given_latents("mean")
         pairs = read_pairs(sts) if sts else []
         tokenize_sentences(evaluation, pairs)
     result: dict[str, Any] = {

@@ -35,7 +35,7 @@ def latent_metrics(evaluation: Evaluation) -> dict[str, Any]:
 def latent_similarity_metrics(evaluation: Evaluation, latents: np.ndarray) -> dict[str, Any]:
     """Compare latents [n, M, C] on the encoder's scale with the true ones of all documents: cosine and retrieval."""
     store, count, truth = evaluation.run.store, len(evaluation.ids), evaluation.raw_latents
-    mean = np.broadcast_to(np.asarray(store.manifest.latent.mean, np.float32), truth.shape)
+    mean = store.restore(evaluation.given_latents("mean"))
     other = store.restore(evaluation.latents["shuffled"])
     own = ratio_of_sums(cosine(latents, truth).astype(np.float64), np.ones(count))
     rank = retrieval_ranks(unit_vectors(latents) @ unit_vectors(truth).T)
@@ -88,7 +88,7 @@ def _by_noise_bin(evaluation: Evaluation) -> list[dict[str, Any]]:
     store, truth = evaluation.run.store, evaluation.raw_latents
     t, denoised = denoise_latents(evaluation, "own")
     _, denoised_shuffled = denoise_latents(evaluation, "shuffled")
-    mean = np.broadcast_to(np.asarray(store.manifest.latent.mean, np.float32), truth.shape)
+    mean = store.restore(evaluation.given_latents("mean"))
     other, candidates = store.restore(evaluation.latents["shuffled"]), unit_vectors(truth).T
     values_by_metric = {
         "cosine": np.stack([cosine(latents, truth) for latents in denoised]),

@@ -17,7 +17,7 @@ _number = partial(format_number, decimals=3)
 
 _LIKELIHOOD: list[Row] = [
     ("  without similar documents", "bits_per_token_novel", {"all": "bits_per_token"}),
-    ("  exact, by confidence", "bits_per_token_by_confidence", {"bound": "_bound"}),
+    ("  exact, up to 64 tokens", "bits_per_token_by_confidence_up_to_64", {"bound": "_bound"}),
 ]
 _TEXT: list[Row] = [
     ("bits per token", "bits_per_token", {"unigram": "unigram_bits_per_token"}),
@@ -39,6 +39,7 @@ _L2T: list[Row] = [
     ("BLEU", "bleu", _OWN_LENGTH),
     ("chrF", "chrf", _OWN_LENGTH),
     ("re-encoded cosine", "reencoded_cosine", {**_OWN_LENGTH, "references": "_true"}),
+    ("references that lack words", "references_lacking_words", {}),
     ("texts with a doubled word", "doubled_words", {"true length": "_true_length", "references": "_true"}),
     ("texts with swapped neighbors", "swapped_neighbors", {"true length": "_true_length"}),
     *_MEMORIZATION,

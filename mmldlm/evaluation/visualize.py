@@ -104,7 +104,7 @@ def text_samples(run: LoadedRun, processes: Collectives, data: FigureData | None
     tables: dict[str, list[dict[str, str]]] = {}
     if "l2t" in config.trained_modes:
         evaluation = _evaluation(run, count, processes)
-        sampling = replace(_cap_steps(config.sampling, int(evaluation.lengths.max())), lengths=1)
+        sampling = replace(_cap_steps(config.sampling, int(evaluation.lengths.max())), tried_lengths=1)
         tokens = evaluation.generate("l2t", "own", len(evaluation.ids), sampling, own_length=True).tokens
         pairs = zip(evaluation.decode(evaluation.tokens), evaluation.decode(tokens), strict=True)
         tables["samples/l2t"] = [{"reference": reference, "generation": text} for reference, text in pairs]

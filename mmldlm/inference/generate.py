@@ -25,6 +25,7 @@ from mmldlm.diffusion.sampling import (
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
 from mmldlm.run.texts import generate_texts
+from mmldlm.settings.successors import notice
 
 MIN_SINE = 1e-4  # of the angle between two directions: below it, arc and chord cannot be distinguished
 
@@ -179,6 +180,8 @@ def prefix_tokens(run: LoadedRun, prefixes: Sequence[str], count: int) -> list[l
     """Tokenize the prefixes of `count` conditions, one or one for each, with the token that ends each; [] for ""."""
     if any(prefixes) and not run.store.manifest.has_prefixes:
         raise UsageError(f"prefix: expected a run on data with prefixes (`prepare --prefix-field`), found {run.folder}")
+    if run.store.manifest.has_prefixes and not all(prefixes):
+        notice(str(run.folder), f"{run.folder}: texts without a prefix follow nothing; those of its data have one")
     if len(prefixes) not in (1, count):
         raise UsageError(f"prefix: expected one, or one for each of {count} conditions, found {len(prefixes)}")
     end, ids = run.store.manifest.pad_id, run.tokenizer.encode_batch([prefix.strip() for prefix in prefixes])

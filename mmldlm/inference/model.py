@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.diffusion.likelihood import bound_terms
@@ -27,6 +26,7 @@ from mmldlm.settings.declaration import dump, restore
 from mmldlm.settings.successors import current
 from mmldlm.utils.intervals import Ratio, ratio_of_sums
 
+GRID_TEXTS = 64  # consecutive texts that share a low-discrepancy grid of noise times, in `score`
 if TYPE_CHECKING:
     _HubMixin: Any = object
 else:
@@ -131,11 +131,11 @@ class Model(_HubMixin):
             mode: l2t, t2l or joint; by default l2t for latents, t2l for texts and joint without a condition.
             count: Samples per condition; in joint, which has none, the number of samples.
             lengths: Tokens of each text: one number, or one for each of the n conditions; by default from the length
-                head, its median in l2t and a draw in joint.
+                head, by `tried_lengths` around its median in l2t and a draw in joint.
             prefixes: What the texts follow, for a network trained on data with prefixes (`prepare --prefix-field`): one
                 for all conditions or one for each. In joint each is a condition.
             seed: Seed of the random numbers.
-            **sampling: Settings that replace the run's own `sampling`, such as steps, temperature, top_p or guidance.
+            **sampling: Settings that replace the run's own `sampling`, such as steps, top_p or tried_lengths.
 
         Returns:
             B = n x count samples.
@@ -206,10 +206,9 @@ class Model(_HubMixin):
         heads = prefix_tokens(run, _as_list(prefixes or ""), len(ids))
         whole = [[*head, *text] for head, text in zip(heads, ids, strict=True)]
         terms = np.zeros((draws, len(ids)))
-        for slots in torch.arange(len(ids)).split(batch_size):
-            tokens, rows = [whole[slot] for slot in slots.tolist()], slots.numpy()
-            given = None if raw is None else raw[rows]
-            terms[:, rows] = draw_bounds(run, tokens, given, slots, len(ids), seed, range(draws))
+        for start in range(0, len(ids), batch_size):
+            rows, given = slice(start, start + batch_size), None if raw is None else raw[start : start + batch_size]
+            terms[:, rows] = draw_bounds(run, whole[rows], given, range(len(ids))[rows], seed, draws)
         errors = terms.std(0, ddof=1) / math.sqrt(draws) if draws > 1 else np.full(len(ids), math.nan)
         return Score(terms.mean(0), errors, np.array([len(text) for text in ids]))
 
@@ -265,22 +264,22 @@ def draw_bounds(
     run: LoadedRun,
     tokens: Sequence[Sequence[int]],
     latents: np.ndarray | None,
-    slots: Tensor,
-    num_slots: int,
+    indices: Sequence[int],
     seed: int,
-    draws: range,
+    draws: int,
 ) -> np.ndarray:
     """Return unbiased estimates of the bounds of B texts in nats, float64 [T, B], see `Model.score`.
 
     Args:
         latents: [B, M, C] on the encoder's scale; None: without.
-        slots: int64 [B], places of the texts among the `num_slots` that share the low-discrepancy grids of noise times.
-        draws: Numbers of the draws: each has its own noise.
+        indices: Places of the texts in the input, which with the seed determine the noise.
+        draws: T. Each has its own noise.
     """
     latent, flat = run.store.manifest.latent, torch.tensor([token for text in tokens for token in text])
     shape = len(tokens), latent.tokens, latent.channels
     conditions = np.zeros(shape, np.float32) if latents is None else run.store.standardize(latents)
+    slots = torch.tensor(indices)
     batch = Batch(flat, torch.from_numpy(conditions), tuple(map(len, tokens)), slots, slots)
     t_latent = 1.0 if latents is None else 0.0
     fixed = run.model, run.objective, batch, t_latent, seed
-    return np.stack([bound_terms(*fixed, draw, num_slots, run.device)[3].numpy() for draw in draws])
+    return np.stack([bound_terms(*fixed, draw, GRID_TEXTS, run.device)[3].numpy() for draw in range(draws)])

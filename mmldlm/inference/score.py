@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from mmldlm.data.prepare.documents import Problem
 from mmldlm.errors import DataError
@@ -56,9 +55,7 @@ def main(argv: list[str] | None = None) -> int:
             tokens = run.tokenizer.encode_batch(texts)
             prefixes = prefix_tokens(run, [getattr(items[index], "prefix", "") for index in indices], len(indices))
             whole = [[*prefix, *text] for prefix, text in zip(prefixes, tokens, strict=True)]
-            # Items of a batch share the grids of noise times; each batch has draws of its own.
-            slots, first = torch.tensor(indices) % size, indices[0] // size * draws
-            bounds = draw_bounds(run, whole, latents, slots, size, options.seed, range(first, first + draws))
+            bounds = draw_bounds(run, whole, latents, indices, options.seed, draws)
             means = [(len(text), mean_of_draws(nats)) for text, nats in zip(tokens, bounds.T, strict=True)]
             return [
                 {"tokens": count, "nats": mean.value, **_bits_per_token(mean * (1 / count))} for count, mean in means

@@ -44,7 +44,9 @@ if TYPE_CHECKING:
     from mmldlm.distributed.collectives import Collectives
 
 BUNDLE_CONFIG = "config.json"
-REPLACEABLE = re.compile(r"(sampling\.\w+|attention\.backend|precision)=.*", re.DOTALL)  # without training again
+REPLACEABLE = re.compile(
+    r"((sampling|evaluation)\.\w+|attention\.backend|precision)=.*", re.DOTALL
+)  # without training again
 DESCRIPTION = "data"  # folder with the data store's manifest and encoder, without samples
 
 
@@ -237,7 +239,7 @@ def load_run(
     for setting in settings:
         if not REPLACEABLE.fullmatch(setting):
             raise ConfigError(
-                f"expected sampling.KEY=VALUE, attention.backend=VALUE or precision=VALUE, found {short_repr(setting)}"
+                f"expected a key of sampling, evaluation, attention.backend or precision, found {short_repr(setting)}"
             )
     config = run_config(folder, [*([f"data.path={data}", "data.mixture={}"] if data else []), *settings])
     is_other = checkpoint is not None and Path(checkpoint) != folder

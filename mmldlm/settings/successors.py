@@ -19,7 +19,7 @@ from mmldlm.utils.short_repr import display_name, short_repr
 
 # Entries stay for good, since records need them. By the old key of a setting or group, oldest first: the new one, and
 # the version that renamed it.
-RENAMED: dict[str, tuple[str, str]] = {}
+RENAMED: dict[str, tuple[str, str]] = {"sampling.lengths": ("sampling.tried_lengths", "0.2.0")}
 # By the key: the value that equals what this version does, and what to use instead.
 REMOVED: dict[str, tuple[Any, str]] = {}
 # By a command, with its first word or an option of it.
@@ -93,17 +93,17 @@ def _successor(key: str, source: str, is_record: bool = False, value: Any = None
         if not is_record or (value != now and key.startswith(_OF_NETWORK)):
             raise ConfigError(f"{display_name(source)}: {key} is gone, {advice}")
         if value != now:
-            _notice(key, f"{key} is gone, and {short_repr(value)} in {display_name(source)} has no effect: {advice}")
+            notice(key, f"{key} is gone, and {short_repr(value)} in {display_name(source)} has no effect: {advice}")
         return ""
     new, since = RENAMED[key]
     major, minor = _version(since)
     if is_record:
-        _notice(key, f"{key} in {display_name(source)} is now {new} (since {since})")
+        notice(key, f"{key} in {display_name(source)} is now {new} (since {since})")
     elif _version(__version__) >= (major, minor + _MINORS_WITH_NOTICE):
         raise ConfigError(f"{display_name(source)}: {key} is gone, use {new} (since {since})")
     else:
         until = f"{major}.{minor + _MINORS_WITH_NOTICE}.0"
-        _notice(key, f"{key} is now {new} (since {since}); the old name will be refused from {until}")
+        notice(key, f"{key} is now {new} (since {since}); the old name will be refused from {until}")
     return new
 
 
@@ -121,7 +121,7 @@ def _group(tree: Any, key: str, make: bool = False) -> dict[str, Any]:
     return tree if isinstance(tree, dict) else {}
 
 
-def _notice(key: str, text: str) -> None:
+def notice(key: str, text: str) -> None:
     """Print a notice on stderr, once for a key, on the first rank."""
     if key not in _noticed and os.environ.get("RANK", "0") == "0":
         print(printable(f"notice: {text}"), file=sys.stderr, flush=True)

@@ -271,6 +271,7 @@ class StepLog:
             "speed/step_s": seconds / self._steps,
             "speed/data_wait_s": self.data_wait_s / self._steps,
             "data/tokens": state.tokens_seen,
+            "data/steps": self._steps,  # that the means are of: fewer after a resume, and where steps were skipped
             "data/tokens_per_step": self._tokens / self._steps,
             "health/skipped_steps": state.skipped_steps,
             "optim/lr": lr,

@@ -81,6 +81,12 @@ def test_table(result: dict[str, Any]) -> None:
     exact = sorted(seed["metrics"]["l2t"]["exact_match"] for seed in gate)
     ours = f"{exact[1]:.3g} ({exact[0]:.3g} to {exact[2]:.3g})"
     assert row == f"| exact matches | {'1 (1 to 1) | ' * len(BEAMS)}{ours} |"
+    ours_by_row = {line.split(" | ")[0].strip("| "): line.split(" | ")[-1].strip("| ") for line in table}
+    assert ours_by_row["the same of texts up to 64 tokens"] == "-", "measured of the decoders alone"
+    assert ours_by_row["bits per token, with the end or length"] != "-", "no text of this corpus is longer"
+    other = {"corpora": {"python-docs": result["corpora"]["simple-docs"]}}
+    (row,) = (line for line in blocks(other)["reference-decoder-python-docs"].splitlines() if "bits per token" in line)
+    assert row.endswith("| - |"), "of fewer texts than those of the decoders"
 
 
 def test_a_store_is_of_one_corpus(store: Store, capsys: pytest.CaptureFixture[str]) -> None:

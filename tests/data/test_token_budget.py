@@ -190,3 +190,21 @@ def test_the_curve_is_that_of_micro_batches_by_samples(tiny_config: Path, tmp_pa
     assert all(max(tokens) <= 40 and len(tokens) > 1 for tokens, _ in Recording.read["few"])
     logged = [record.get("data/micro_batch_tokens") for record in record_list(tmp_path / "stages")]
     assert logged == [30] * 3 + [90] * 2 + [None] * 3
+
+
+def test_learned_weights_are_means_over_steps_whatever_their_micro_batches(tiny_config: Path, tmp_path: Path) -> None:
+    records = []
+    for every in (1, 8):
+        settings = ("train.micro_batch_tokens=60", "loss.latent_weighting=uncertainty", "optim.lr=0.05", "mode=joint")
+        assert train.main([str(tiny_config), f"run.dir={tmp_path / str(every)}", f"log.every={every}", *settings]) == 0
+        records.append(record_list(tmp_path / str(every)))
+    for name in ("loss/latent_weight", "loss/text_weight"):
+        by_step = [record[name] for record in records[0]]
+        assert max(by_step) > 1.1 * min(by_step)
+        assert records[1][0][name] == pytest.approx(np.mean(by_step), rel=1e-5)
+
+
+def test_a_record_says_over_how_many_steps_it_averages(tiny_config: Path, tmp_path: Path) -> None:
+    settings = [str(tiny_config), "log.every=4", "checkpoint.every_steps=0"]
+    assert train.main([*settings, "--stop-at", "6"]) == 75 and train.main(settings) == 0
+    assert [(record["step"], record["data/steps"]) for record in record_list(tmp_path / "run")] == [(4, 4), (8, 2)]

@@ -60,15 +60,15 @@ def best(config: SamplingConfig, network: Network | None = None, **options: obje
     return generate_best(*given, **options)  # type: ignore[arg-type]
 
 
-@pytest.mark.setting("sampling.lengths")
+@pytest.mark.setting("sampling.tried_lengths")
 def test_lengths_are_around_the_median_and_possible() -> None:
     around = lengths_around(torch.tensor([1, 2, 6, 11]), 5, 12)
     assert around.tolist() == [[1, 2, 3, 4, 5], [2, 1, 3, 4, 5], [6, 5, 7, 4, 8], [11, 10, 12, 9, 8]]
     assert lengths_around(torch.tensor([2]), 5, 3).tolist() == [[2, 1, 3]]
     network = Network(random_logits())
-    best(SamplingConfig(lengths=3), network)
+    best(SamplingConfig(tried_lengths=3), network)
     assert network.passes[1] == (5, 4, 6) * 3
-    best(SamplingConfig(lengths=1), network := Network(random_logits()))
+    best(SamplingConfig(tried_lengths=1), network := Network(random_logits()))
     assert network.passes[1] == (5,) * 3
 
 
@@ -113,14 +113,14 @@ def test_several_texts_are_drawn_and_differ() -> None:
     for texts in (made.split()[start : start + 4] for start in (0, 4, 8)):
         assert len(set(map(tuple, texts))) == 4
     assert best(SamplingConfig(), count=4).split() == made.split(), "a function of the streams"
-    one = best(SamplingConfig(lengths=1))
+    one = best(SamplingConfig(tried_lengths=1))
     assert set(one.tokens.tolist()) == {int(random_logits().argmax())}, "one text takes the most likely tokens"
     fixed = best(SamplingConfig(), count=2, lengths=[3, 4, 5])
     assert fixed.lengths == (3, 3, 4, 4, 5, 5)
 
 
 def test_log_p_is_that_of_the_tokens() -> None:
-    made = best(SamplingConfig(temperature=1.0, lengths=1))
+    made = best(SamplingConfig(temperature=1.0, tried_lengths=1))
     log_p = random_logits().double().log_softmax(0)
     expected = [float(log_p[text].mean()) for text in map(torch.tensor, made.split())]
     torch.testing.assert_close(made.log_p, torch.tensor(expected, dtype=torch.float64))

@@ -189,6 +189,30 @@ def test_guidance_scale_ignores_norms() -> None:
     torch.testing.assert_close(raw, other + 2 * (3 * x0 - other))  # where the loss knows lengths, they stay
 
 
+@pytest.mark.parametrize(
+    ("guidance", "expected"),
+    [
+        (0.0, (1 / 3, 1 / 3, 1 / 3)),
+        (1.0, (1 / 2, 1 / 4, 1 / 4)),
+        (2.0, (2 / 3, 1 / 6, 1 / 6)),
+        (3.0, (8 / 10, 1 / 10, 1 / 10)),
+    ],
+)
+def test_guided_texts_follow_the_power_of_their_condition(guidance: float, expected: tuple[float, ...]) -> None:
+    """p(text | latent)^scale p(text)^(1 - scale), normalized: by hand for a uniform p(text)."""
+    text = MaskedDiffusion(3, "elbo")
+
+    def denoiser(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        p = torch.tensor([1 / 2, 1 / 4, 1 / 4, 0] if (arguments[3] == 0).all() else [1 / 3, 1 / 3, 1 / 3, 0])
+        return p.clamp_min(1e-30).log().expand(len(arguments[5]), -1), arguments[1], torch.zeros(1)
+
+    config = SamplingConfig(steps=1, temperature=1.0, guidance=guidance)
+    latents, latent = torch.zeros(2000, 1, 4), gaussian("vp_cosine", "v", "cosine", 4)
+    made = generate(denoiser, text, latent, "l2t", config, seeded(), latents, [[3]] * 2000)
+    torch.testing.assert_close(made.log_p, torch.tensor(expected).double().log()[made.tokens], rtol=1e-5, atol=1e-5)
+    assert set(made.tokens.tolist()) == {0, 1, 2}
+
+
 def test_each_mode_has_its_decoding_and_temperature() -> None:
     auto = SamplingConfig()
     asked = [("l2t", 1), ("l2t", 4), ("joint", 1), ("joint", 4)]

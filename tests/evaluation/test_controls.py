@@ -11,7 +11,11 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.common.store_writer import StoreWriter
 from mmldlm.batch import PackedLayout
+from mmldlm.data.encoders import ChunkedEncoder, LsaEncoder, load_encoder
+from mmldlm.data.store import Store
+from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.controls import bag_of_words_nats, ridge_latents
 from mmldlm.evaluation.evaluator import Condition
@@ -23,6 +27,7 @@ from mmldlm.evaluation.likelihood import (
     text_bound,
 )
 from mmldlm.evaluation.statistics import BITS
+from mmldlm.evaluation.t2l import latent_metrics, latent_similarity_metrics
 from mmldlm.run.load import LoadedRun
 from tests.helpers.known_runs import fresh_run, perfect_run
 
@@ -42,7 +47,8 @@ class Independent(torch.nn.Module):
         self.logits = torch.linspace(0, 3, vocab_size)
 
     def forward(self, tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
-        return self.logits.expand(len(positions), -1), latents, torch.zeros(len(latents), 32)
+        found = self.logits.expand(len(positions), -1) if targets is None else -self.logits.log_softmax(0)[targets]
+        return found, latents, torch.zeros(len(latents), 32)
 
 
 def test_likelihood_by_confidence_is_that_of_independent_tokens(fresh: LoadedRun) -> None:
@@ -87,14 +93,25 @@ def test_likelihood_by_confidence_follows_the_order_of_confidence(condition: Con
         assert len(truth) < 3 or order != sorted(order) or index  # the order is not always that of the text
 
 
-def test_long_documents_have_no_likelihood_by_confidence(fresh: LoadedRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluation = Evaluation(fresh, EvaluationConfig(texts=20))
-    limit = int(np.median(evaluation.lengths[:20]))
-    monkeypatch.setattr("mmldlm.evaluation.likelihood.MAX_ORDERED_TOKENS", limit)
+def test_likelihood_by_confidence_and_what_stands_beside_it_is_of_short_documents(
+    fresh: LoadedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Independent(fresh.store.manifest.vocab_size)
+    evaluation = Evaluation(replace(fresh, model=model), EvaluationConfig(texts=20))
+    lengths = evaluation.lengths[:20]
+    limit = int(np.median(lengths))
     assert limit < MAX_ORDERED_TOKENS
-    nats = confidence_nats(evaluation, "own")
-    assert np.isfinite(nats).tolist() == (evaluation.lengths[:20] <= limit).tolist()
-    assert likelihood_given_latents(evaluation)["confidence_documents"] == np.isfinite(nats).sum()
+    short = np.flatnonzero(lengths <= limit)
+    nats = confidence_nats(evaluation, "own", limit)
+    assert np.flatnonzero(np.isfinite(nats)).tolist() == short.tolist()
+    monkeypatch.setattr("mmldlm.evaluation.likelihood.MAX_ORDERED_TOKENS", limit)
+    result, tokens = likelihood_given_latents(evaluation), lengths[short].sum()
+    assert result["confidence_documents"] == len(short)
+    assert result["bits_per_token_by_confidence_up_to_64"] == pytest.approx(nats[short].sum() / tokens * BITS)
+    bound = text_bound(evaluation, "own").nats[short].sum() / tokens * BITS
+    assert result["bits_per_token_by_confidence_up_to_64_bound"] == pytest.approx(bound)
+    # The model's length logits are all zero, of 32 lengths.
+    assert result["length_bits_per_token_up_to_64"] == pytest.approx(len(short) * 5 / tokens)
 
 
 def test_a_perfect_run_knows_each_token_and_length(tiny_store: Path) -> None:
@@ -153,6 +170,54 @@ def test_bag_of_words_beats_the_unigram_and_needs_the_latent(fresh: LoadedRun) -
     assert 0 < own < unigram
     evaluation.latents["own"] = evaluation.latents["shuffled"]
     assert bag_of_words_nats(evaluation).sum() > own
+
+
+def test_bag_of_words_is_fitted_without_the_documents_that_are_measured(tiny_store: Path, tmp_path: Path) -> None:
+    """Another test split, of latents that say nothing, changes no number of the validation split."""
+    store, tokenizer = Store.open(tiny_store), Tokenizer.load(tiny_store / "tokenizer")
+    nats = []
+    for order in (1, -1):
+        path = tmp_path / f"store{order}"
+        with StoreWriter(path, tokenizer, load_encoder(tiny_store / "encoder"), "float32") as writer:
+            for name in ("train", "validation", "test"):
+                _, texts, latents = store.split(name).samples(np.arange(len(store.split(name))))
+                writer.add(name, texts, latents[:: order if name == "test" else 1], [9] * len(texts))
+            writer.finish([], {}, {}, {})
+        run = fresh_run(path)
+        nats.append(
+            [bag_of_words_nats(Evaluation(run, EvaluationConfig(split=name))) for name in ("validation", "test")]
+        )
+    assert nats[0][0].tolist() == nats[1][0].tolist() and nats[0][1].tolist() != nats[1][1].tolist()
+
+
+class Remembers(Independent):
+    """Notes the latents that it is given."""
+
+    def forward(self, tokens, latents, *rest):  # type: ignore[no-untyped-def]
+        self.seen = latents
+        return super().forward(tokens, latents, *rest)
+
+
+def test_the_mean_latent_is_that_of_each_latent_token(tiny_store: Path, tmp_path: Path) -> None:
+    """Two latent tokens around opposite points: the mean over both is near neither of them."""
+    store, tokenizer = Store.open(tiny_store), Tokenizer.load(tiny_store / "tokenizer")
+    corpus = (tiny_store.parent / "corpus.txt").read_text(encoding="utf-8").splitlines()
+    encoder, rng, centers = ChunkedEncoder(LsaEncoder.fit(corpus, 8), 2), np.random.default_rng(0), np.ones((2, 8))
+    centers[1] = -1
+    with StoreWriter(tmp_path / "store", tokenizer, encoder, "float32") as writer:
+        for name in ("train", "validation", "test"):
+            _, texts, _ = store.split(name).samples(np.arange(len(store.split(name))))
+            writer.add(name, texts, centers + rng.normal(0, 0.1, (len(texts), 2, 8)), [9] * len(texts))
+        writer.finish([], {}, {}, {})
+    run = fresh_run(tmp_path / "store")
+    model = Remembers(run.store.manifest.vocab_size)
+    evaluation = Evaluation(replace(run, model=model), EvaluationConfig(times=1))
+    text_bound(evaluation, "mean")
+    assert run.store.restore(model.seen.numpy()) == pytest.approx(np.broadcast_to(centers, model.seen.shape), abs=0.05)
+    assert latent_similarity_metrics(evaluation, evaluation.raw_latents)["cosine_mean_latent"] > 0.98
+    assert all(
+        row["cosine_mean_latent"] > 0.98 for row in latent_metrics(Evaluation(run, EvaluationConfig()))["by_t_latent"]
+    )
 
 
 def test_similarity_to_training_texts_matches_all_pairs(fresh: LoadedRun) -> None:

@@ -48,7 +48,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
         (
             ["train.steps=9"],
             64,
-            "expected sampling.KEY=VALUE, attention.backend=VALUE or precision=VALUE, found 'train.steps=9'",
+            "expected a key of sampling, evaluation, attention.backend or precision, found 'train.steps=9'",
         ),
         (["sampling.steps=0"], 64, "sampling.steps: "),
         (["--steps", "4"], 2, "evaluate --steps is gone, use sampling.steps=N, in t2l"),

@@ -16,6 +16,7 @@ from mmldlm.data.nearest import unit_vectors
 from mmldlm.diffusion.schedule import LatentPath
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import frechet_metrics
+from mmldlm.evaluation.l2t import text_metrics
 from mmldlm.evaluation.likelihood import (
     LATENT_TIMES,
     latent_nats,
@@ -23,7 +24,7 @@ from mmldlm.evaluation.likelihood import (
     likelihood_of_text,
     text_bound,
 )
-from mmldlm.evaluation.statistics import cosine, retrieval_ranks
+from mmldlm.evaluation.statistics import cosine, frechet_distance, retrieval_ranks
 from mmldlm.evaluation.suite import evaluate
 from mmldlm.evaluation.t2l import denoise_latents, latent_metrics, latent_similarity_metrics
 from mmldlm.evaluation.table import samples_markdown, table
@@ -62,7 +63,9 @@ def perfect(tiny_store: Path, pairs: Path) -> dict[str, Any]:
 
 def test_texts_of_a_perfect_run(perfect: dict[str, Any]) -> None:
     l2t = perfect["l2t"]
-    assert l2t["bits_per_token"] < 1e-6 and l2t["bits_per_token_shuffled"] > 10
+    assert (
+        l2t["bits_per_token"] < 1e-6 and 10 < l2t["bits_per_token_shuffled"] != l2t["bits_per_token_mean_latent"] > 10
+    )
     assert l2t["token_accuracy"] == l2t["exact_match"] == 1
     assert l2t["bleu"] == pytest.approx(100) and l2t["chrf"] == pytest.approx(100)
     assert l2t["reencoded_cosine"] == l2t["reencoded_cosine_true"] == pytest.approx(1, abs=1e-5)
@@ -72,6 +75,18 @@ def test_texts_of_a_perfect_run(perfect: dict[str, Any]) -> None:
         assert l2t[f"token_accuracy{suffix}"] < 0.3 and l2t[f"exact_match{suffix}"] < 0.1
         assert l2t[f"bleu{suffix}"] < 30 and l2t[f"chrf{suffix}"] < 50 and l2t[f"reencoded_cosine{suffix}"] < 0.9
     assert all(pair["reference"] == pair["generation"] for pair in l2t["samples"])
+
+
+def test_no_text_is_exact_where_the_reference_lacks_words(tiny_store: Path) -> None:
+    """Of a run that writes each token of the references, one of which is said to stand for unknown words."""
+    run = perfect_run(tiny_store)
+    evaluation = Evaluation(run, EvaluationConfig(samples=20, texts=20))
+    run.tokenizer.unknown_id = unknown = evaluation.tokens[0][0]
+    result, lacking = text_metrics(evaluation), [unknown in tokens for tokens in evaluation.tokens]
+    assert 0 < sum(lacking) < 20 and result["references_lacking_words"] == sum(lacking) / 20
+    assert result["token_accuracy"] == 1 and result["exact_match"] == lacking.count(False) / 20
+    by_length = result["exact_match_by_length"]
+    assert sum(row["exact_match"] * row["texts"] for row in by_length) == pytest.approx(20 - sum(lacking))
 
 
 class KnowsNormalLatents(torch.nn.Module):
@@ -146,7 +161,8 @@ def test_untrained_run_is_at_chance(tiny_store: Path) -> None:
     fresh = fresh_run(
         tiny_store, "latent.prediction=epsilon"
     )  # which leaves its latents noise; of x0 they are the mean
-    result = evaluate(fresh, EvaluationConfig(split="train", samples=300, texts=20, times=2))
+    config = EvaluationConfig(split="train", samples=300, texts=20, times=2)
+    result = evaluate(fresh, config)
     l2t, t2l, joint = result["l2t"], result["t2l"], result["joint"]
     # The head's first logits are small: all but [MASK] and [PAD] are nearly as likely. Variance as in test_elbo.py.
     words = fresh.store.manifest.vocab_size - 2
@@ -156,12 +172,20 @@ def test_untrained_run_is_at_chance(tiny_store: Path) -> None:
         assert l2t[control] == pytest.approx(l2t["bits_per_token"], rel=1e-5)
     assert result["controls"]["unigram_bits_per_token"] < l2t["bits_per_token"]
     assert l2t["token_accuracy"] < 0.02 and l2t["exact_match"] == 0 and l2t["bleu"] < 3
+    evaluation = Evaluation(fresh, config)
+    for row in l2t["exact_match_by_length"]:  # of the references, however long the texts are
+        assert row["texts"] == sum(row["tokens_from"] <= each <= row["tokens_to"] for each in evaluation.lengths[:20])
+    characters = sum(map(len, evaluation.decode(evaluation.tokens)))
+    assert result["bits_per_character"] * characters == pytest.approx(
+        result["bits_per_token"] * evaluation.lengths.sum()
+    )
     count, chance = 300, 10 / 300
     assert abs(t2l["recall_at_10"] - chance) < 4.5 * math.sqrt(chance * (1 - chance) / count)
     assert abs(t2l["median_rank"] - t2l["median_rank_chance"]) < 4.5 * count / (2 * math.sqrt(count))
     assert t2l["cosine"] < t2l["cosine_mean_latent"]
     assert joint["frechet_distance"] > joint["frechet_distance_true"]
     assert joint["token_entropy"] > joint["token_entropy_true"]
+    assert joint["reencoded_cosine_drawn"] != joint["reencoded_cosine"], "latents of the text, which are other ones"
 
 
 class Uniform(torch.nn.Module):
@@ -273,6 +297,17 @@ def test_shuffled_latents_have_no_fixed_points(fresh: LoadedRun) -> None:
     assert sum(same) <= 24 - len(rows)  # only true duplicates may coincide
 
 
+def test_recall_counts_ranks_up_to_its_number(fresh: LoadedRun) -> None:
+    """Directions of a fan: the true latent of document i, counted from 0, is the (i + 1)-th nearest to the first."""
+    evaluation = Evaluation(fresh, EvaluationConfig(samples=20))
+    fan, angle = np.zeros((20, 1, 8), np.float32), 0.1 * np.arange(20)
+    fan[:, 0, 0], fan[:, 0, 1] = np.cos(angle), np.sin(angle)
+    evaluation.raw_latents = fan
+    result = latent_similarity_metrics(evaluation, np.repeat(fan[:1], 20, axis=0))
+    assert (result["recall_at_1"], result["recall_at_10"], result["median_rank"]) == (1 / 20, 10 / 20, 10.5)
+    assert (result["recall_at_1_chance"], result["recall_at_10_chance"]) == (1 / 20, 10 / 20)
+
+
 def test_nonfinite_latents_match_nothing(fresh: LoadedRun) -> None:
     evaluation = Evaluation(fresh, EvaluationConfig(samples=20))
     assert latent_similarity_metrics(evaluation, np.full((20, 1, 8), np.nan, np.float32))["recall_at_10"] == 0
@@ -287,6 +322,8 @@ def test_frechet_distance_needs_enough_samples(fresh: LoadedRun) -> None:
     result = frechet_metrics(evaluation, evaluation.latents["own"][:20])
     assert result["frechet_distance"] == pytest.approx(0, abs=1e-5)
     assert result["frechet_distance_noise"] > result["frechet_distance_true"] > 0.1
+    rows = evaluation.latents["own"].reshape(len(evaluation.ids), -1)
+    assert result["frechet_distance_true"] == pytest.approx(frechet_distance(rows[20:40], rows[:20])), "other documents"
     shown = table(evaluate(fresh, EvaluationConfig(texts=8), modes=["joint"]))
     assert "the Frechet distance needs --texts 9 or more" in shown
 

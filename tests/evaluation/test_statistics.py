@@ -146,6 +146,67 @@ def test_text_scores_match_sacrebleu() -> None:
     assert result["exact_match"] == 2 / 3 and result["token_accuracy"] == 1
 
 
+CHINESE = ["今天的天气非常好", "我们一起去公园散步", "他昨天买了三本新书"]
+
+
+@pytest.mark.setting("evaluation.bleu_tokenize")
+@pytest.mark.parametrize(
+    ("references", "auto"),
+    [
+        (["the cat sat on the mat .", "Übung macht den Meister"], "13a"),
+        (["오늘 날씨가 매우 좋습니다"], "13a"),
+        (CHINESE, "zh"),
+        ([*CHINESE, "PyTorch 2.0 很快"], "zh"),
+        (["きょうは天気がとても良いです", "公園を散歩しましょう"], "char"),
+        (["วันนี้อากาศดีมาก"], "char"),
+    ],
+)
+def test_bleu_has_the_words_of_the_script(references: list[str], auto: str) -> None:
+    texts = [reference[:-1] + "x" for reference in references]
+    tokens = [list(map(ord, text)) for text in texts], [list(map(ord, text)) for text in references]
+    found = {}
+    for tokenize in ("auto", "13a", "intl", "zh", "char", "none"):
+        found[tokenize] = reference_metrics(tokens[0], texts, tokens[1], references, tokenize=tokenize)["bleu"]
+        expected = sacrebleu.metrics.BLEU(tokenize=tokenize.replace("auto", auto), force=True)
+        if tokenize == "auto" or auto == "13a":  # other tokenizers find fewer than four words in some scripts
+            assert found[tokenize] == expected.corpus_score(texts, [references]).score
+    assert 50 < found["auto"] < 100 and len(set(found.values())) > 1
+
+
+@pytest.mark.parametrize(
+    ("texts", "references", "bleu"),
+    [
+        (["the mat", "a cat sat"], ["the mat", "a cat sat"], 100),
+        (["word"], ["word"], 100),
+        (["the mat", "a cat"], ["the mat", "a dog"], 100 * math.sqrt(3 / 4 * 1 / 2)),
+        (["the cat sat on the mat", "x y"], ["the cat sat on the mat", "x y"], 100),
+        (["word"], ["other"], 0),
+        (["word"], [""], None),
+    ],
+)
+def test_bleu_of_few_words_is_of_as_many(texts: list[str], references: list[str], bleu: float | None) -> None:
+    """Precisions of one and two words by hand; without words in the references there is none."""
+    result = reference_metrics([[1]] * len(texts), texts, [[1]] * len(texts), references, with_intervals=True)
+    assert result["bleu"] == (None if bleu is None else pytest.approx(bleu))
+    assert (result["bleu_ci95"] is None) == (bleu is None)
+
+
+@pytest.mark.parametrize(
+    ("texts", "references", "accuracy"),
+    [
+        ([[1, 2, 3], [1, 9]], [[1, 2], [1, 2, 3, 4]], 3 / 6),
+        ([[1]], [[1, 2, 3, 4]], 1 / 4),
+        ([[1, 2, 3, 4]], [[1]], 1),
+        ([[2, 1], []], [[1, 2], [1]], 0),
+    ],
+)
+def test_token_accuracy_counts_the_places_of_the_references(
+    texts: list[list[int]], references: list[list[int]], accuracy: float
+) -> None:
+    spelled = [["".join(map(str, text)) for text in each] for each in (texts, references)]
+    assert reference_metrics(texts, spelled[0], references, spelled[1])["token_accuracy"] == pytest.approx(accuracy)
+
+
 def test_intervals_of_text_scores_hold_them_and_narrow_with_more_documents() -> None:
     references = [f"document number {index} has these words in it" for index in range(60)]
     texts = [text.replace("words", "things") if index % 3 else text for index, text in enumerate(references)]

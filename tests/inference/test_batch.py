@@ -237,13 +237,33 @@ def test_scores_are_those_of_the_library(given: str, short_run_dir: Path, tmp_pa
     np.save(tmp_path / "latents.npy", model.encode(TEXTS))
     option = {"": [], "own": ["--latents", "own"], "file": ["--latents", str(tmp_path / "latents.npy")]}[given]
     command = ["score", str(short_run_dir), str(texts), "--out", str(out), "--draws", "5", *option]
-    assert cli.main([*command, "--batch", str(len(TEXTS))]) == 0  # the library's grid of noise times is over all texts
+    assert cli.main(command) == 0
     expected, lines = model.score(TEXTS, latents, draws=5), records(out)
     assert [line["nats"] for line in lines] == pytest.approx(expected.nats, rel=1e-6)
     assert [line["tokens"] for line in lines] == expected.tokens.tolist()
     summary = json.loads(out.with_suffix(".json").read_text())
     assert summary["bits_per_token"] == pytest.approx(expected.bits_per_token.value, rel=1e-6)
     assert summary["bits_per_token_ci95"] == pytest.approx(expected.bits_per_token.interval, abs=1e-5)
+
+
+@pytest.mark.quick
+def test_the_noise_of_a_text_depends_on_its_place_alone(short_run_dir: Path, tmp_path: Path) -> None:
+    """Whatever is computed with it: other sizes of the batch, texts left out, a part of the file. No texts share it."""
+    lines = [*TEXTS, "", TEXTS[0]] * 4  # more than one grid of noise times; the same text again in each
+    nats = {}
+    for size, texts in ((3, lines), (48, lines), (200, lines), (7, lines[:70])):
+        path, out = write_lines(tmp_path / "texts.txt", texts), tmp_path / f"{size}.jsonl"
+        command = ["score", str(short_run_dir), str(path), "--out", str(out), "--draws", "2", "--on-problem", "skip"]
+        assert cli.main([*command, "--batch", str(size)]) == 0
+        nats[size] = [record.get("nats", np.nan) for record in records(out)]
+    for size in (48, 200):
+        assert nats[size] == pytest.approx(nats[3], rel=1e-5, nan_ok=True)
+    assert nats[7] == pytest.approx(nats[3][:70], rel=1e-5, nan_ok=True)
+    same = [value for value, text in zip(nats[3], lines, strict=True) if text == TEXTS[0]]
+    assert len({round(value, 3) for value in same}) == len(same) > 4
+    model = mmldlm.load(short_run_dir)
+    for size in (5, 64):
+        assert model.score(TEXTS, draws=2, batch_size=size).nats == pytest.approx(nats[3][: len(TEXTS)], rel=1e-5)
 
 
 @pytest.mark.quick
@@ -260,7 +280,7 @@ def test_settings_replace_those_of_the_run(
     status = cli.main(job("score", short_run_dir, texts, half))
     assert_user_error((status, capsys.readouterr().err), 2, "was begun with settings")
     status = cli.main([*job("score", short_run_dir, texts, half), "model.depth=9"])
-    assert_user_error((status, capsys.readouterr().err), 64, "expected sampling.KEY=VALUE", "found 'model.depth=9'")
+    assert_user_error((status, capsys.readouterr().err), 64, "expected a key of sampling", "found 'model.depth=9'")
 
 
 def test_intervals_of_single_texts_hold_their_true_bound(short_run_dir: Path, tmp_path: Path) -> None:

@@ -221,7 +221,10 @@ def test_a_run_samples_without_its_store(
     assert_user_error((status, capsys.readouterr().err), 65, "/nowhere", "--data")
 
 
-def test_scores_are_those_of_the_evaluation(model: Model, short_run: LoadedRun) -> None:
+def test_scores_are_those_of_the_evaluation(
+    model: Model, short_run: LoadedRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mmldlm.inference.model.GRID_TEXTS", 30)  # all documents, as the evaluation has it
     evaluation = Evaluation(short_run, EvaluationConfig(samples=30))
     texts = evaluation.decode(evaluation.tokens)
     for condition, latents in (("none", None), ("own", evaluation.raw_latents)):
@@ -240,6 +243,8 @@ def test_standard_errors_of_scores_are_those_of_repetitions(model: Model) -> Non
     spread = np.std([score.nats for score in scores], axis=0, ddof=1)
     expected = np.sqrt(np.mean([score.standard_errors**2 for score in scores], axis=0))
     np.testing.assert_allclose(spread, expected, rtol=0.5)
+    one, two = (model.score(TEXTS, draws=draws) for draws in (1, 2))  # of two draws half their difference
+    np.testing.assert_allclose(two.standard_errors, np.abs(two.nats - one.nats), rtol=1e-4)
 
 
 @pytest.mark.parametrize(

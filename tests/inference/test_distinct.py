@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,7 +45,13 @@ def fits(run: LoadedRun, texts: Sequence[Sequence[str]]) -> np.ndarray:
     return np.nan_to_num(cosine(encoded, np.repeat(encode_texts(run, TEXTS), len(texts[0]), axis=0)), nan=-1)
 
 
-def test_several_texts_differ_and_come_best_first(short_run: LoadedRun) -> None:
+@pytest.mark.parametrize("shift", [0.0, 3.0])
+def test_several_texts_differ_and_come_best_first(shift: float, short_run: LoadedRun) -> None:
+    """By the encoder's own scale: far from the network's where the mean latent is far from zero."""
+    store = copy(short_run.store)
+    mean = tuple(np.asarray(store.manifest.latent.mean) + shift)
+    store.manifest = replace(store.manifest, latent=replace(store.manifest.latent, mean=mean))
+    short_run = replace(short_run, store=store)
     texts = shown(short_run, 3, top_p=0.99)
     assert all(len(set(of_source)) == 3 for of_source in texts)
     cosines = fits(short_run, texts).reshape(2, 3)
@@ -53,16 +60,16 @@ def test_several_texts_differ_and_come_best_first(short_run: LoadedRun) -> None:
 
 def test_where_there_are_none_it_is_said(short_run: LoadedRun) -> None:
     """So little mass that all draws are the same, at one length."""
-    for of_source in shown(short_run, 3, top_p=1e-6, lengths=1, steps=1):
+    for of_source in shown(short_run, 3, top_p=1e-6, tried_lengths=1, steps=1):
         assert of_source[1:] == ["(only 1 distinct texts; a higher sampling.temperature gives more)"]
 
 
 @pytest.mark.setting("sampling.search")
 def test_a_search_finds_texts_that_fit_better(short_run: LoadedRun) -> None:
-    found = {budget: shown(short_run, 1, search=budget, temperature=1.0, lengths=3) for budget in (3, 40)}
+    found = {budget: shown(short_run, 1, search=budget, temperature=1.0, tried_lengths=3) for budget in (3, 40)}
     passes = [int(found[budget][-1].pop().removeprefix("passes of the network per latent: ")) for budget in found]
     assert passes[0] < passes[1] <= 40 * short_run.config.sampling.steps
-    assert found[3] == shown(short_run, 1, temperature=1.0, lengths=3)
+    assert found[3] == shown(short_run, 1, temperature=1.0, tried_lengths=3)
     less, more = (fits(short_run, found[budget]) for budget in found)
     assert (more >= less - 1e-6).all() and more.mean() > less.mean() + 0.02
 

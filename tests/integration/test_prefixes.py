@@ -19,6 +19,7 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import split_prefix
 from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights
 from mmldlm.run.load import load_run
+from mmldlm.settings.successors import _noticed
 from mmldlm.tools.demo import Demo
 from tests.helpers.tiny_config import TINY
 from tests.helpers.user_errors import assert_user_error
@@ -95,6 +96,25 @@ def test_nothing_of_a_prefix_is_masked_or_counted(run_dir: Path, store: Path) ->
     run.objective.text.masks = "independent"
     everything = replace(noise, t_text=torch.ones(len(ids)))
     assert len(run.objective.corrupt(batch, everything).positions) == int(lengths.sum())
+
+
+def test_texts_without_a_prefix_are_told(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], short_run_dir: Path
+) -> None:
+    """Once for a run, whatever way leads there."""
+    (tmp_path / "texts.txt").write_text("it is red\n" * 3)
+    batch = [str(tmp_path / "texts.txt"), "--batch", "1", "--out"]
+    for number, (folder, arguments, notices) in enumerate(
+        [
+            (run_dir, ["sample", "--mode", "joint"], 1),
+            (run_dir, ["sample", "--mode", "joint", "--prefix", question("rose", 9)], 0),
+            (run_dir, ["score", *batch, f"{tmp_path}/score.jsonl", "--draws", "1"], 1),
+            (short_run_dir, ["sample", "--mode", "joint"], 0),
+        ]
+    ):
+        _noticed.clear()
+        assert cli.main([arguments[0], str(folder), *arguments[1:]]) == 0, number
+        assert capsys.readouterr().err.count("texts without a prefix follow nothing") == notices, arguments
 
 
 def test_answers_follow_questions(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

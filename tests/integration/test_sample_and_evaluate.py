@@ -97,7 +97,11 @@ def test_joint_generates_both(run_dir: Path, run: LoadedRun, capsys: pytest.Capt
         (["--mode", "joint", "sampling.guidance=2"], 2, "sampling.guidance"),
         (["--text", TEXT, "--length", "999"], 2, "--length: expected 1 to"),
         (["--text", TEXT, "sampling.top_p=2"], 64, "sampling.top_p: must be at most 1"),
-        (["--text", TEXT, "optim.lr=1"], 64, "expected sampling.KEY=VALUE, attention.backend=VALUE or precision=VALUE"),
+        (
+            ["--text", TEXT, "optim.lr=1"],
+            64,
+            "expected a key of sampling, evaluation",
+        ),
         (["--text", "zzz qqq"], 65, "no latent for 'zzz qqq'"),
         (["--latents", "/nowhere.npy"], 65, "/nowhere.npy does not exist"),
     ],

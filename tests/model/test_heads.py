@@ -17,6 +17,7 @@ from mmldlm.model.heads import (
     GPU_CHUNK_ROWS,
     GPU_VOCAB_MULTIPLE,
     MASKED_LOGIT,
+    LengthHead,
     TextHead,
     chunked_token_nll,
     chunked_token_terms,
@@ -181,3 +182,13 @@ def test_every_32nd_best_token_is_compared_in_training(path: str, rows: int, ter
     assert not is_best.requires_grad
     alone, none = head.eval()(hidden, weight, targets, terms)
     assert none is None and torch.equal(alone, values), "measuring changes no bit of the loss"
+
+
+def test_lengths_follow_from_the_mean_of_the_latent_tokens() -> None:
+    """Two latent tokens of one kind say what one says, and two of different kinds what is between them."""
+    torch.manual_seed(0)
+    head, time = LengthHead(8, 4, 20), torch.randn(3, 4)
+    one, other = torch.randn(2, 3, 1, 8)
+    torch.testing.assert_close(head(one.expand(-1, 5, -1), time), head(one, time))
+    between = (head(one, time) + head(other, time)) / 2
+    torch.testing.assert_close(head(torch.cat([one, other], 1), time), between)

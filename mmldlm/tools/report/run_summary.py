@@ -39,7 +39,8 @@ _DIRECTIONS: dict[str, Direction] = {
     **dict.fromkeys(("cuda_peak_allocated_mib", "cuda_peak_reserved_mib"), "lower"),
     # quality/... and evaluation/...
     **dict.fromkeys(("bits_per_token", "bits_per_character", "bits_per_token_novel"), "lower"),
-    **dict.fromkeys(("bits_per_token_by_confidence", "bits_per_token_with_length", "length_bits_per_token"), "lower"),
+    **dict.fromkeys(("bits_per_token_with_length", "length_bits_per_token", "length_bits_per_token_up_to_64"), "lower"),
+    **dict.fromkeys(("bits_per_token_by_confidence_up_to_64", "bits_per_token_by_confidence"), "lower"),
     **dict.fromkeys(
         ("generative_perplexity", "frechet_distance", "repetition_4", "unencodable", "median_rank"), "lower"
     ),
