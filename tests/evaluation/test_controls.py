@@ -40,13 +40,14 @@ def fresh(tiny_store: Path) -> LoadedRun:
 
 
 class Independent(torch.nn.Module):
-    """Gives each token a fixed probability, whatever is known."""
+    """Gives each token a fixed probability, whatever is known; `seen` are the last latents."""
 
     def __init__(self, vocab_size: int):
         super().__init__()
         self.logits = torch.linspace(0, 3, vocab_size)
 
     def forward(self, tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
+        self.seen = latents
         found = self.logits.expand(len(positions), -1) if targets is None else -self.logits.log_softmax(0)[targets]
         return found, latents, torch.zeros(len(latents), 32)
 
@@ -190,14 +191,6 @@ def test_bag_of_words_is_fitted_without_the_documents_that_are_measured(tiny_sto
     assert nats[0][0].tolist() == nats[1][0].tolist() and nats[0][1].tolist() != nats[1][1].tolist()
 
 
-class Remembers(Independent):
-    """Notes the latents that it is given."""
-
-    def forward(self, tokens, latents, *rest):  # type: ignore[no-untyped-def]
-        self.seen = latents
-        return super().forward(tokens, latents, *rest)
-
-
 def test_the_mean_latent_is_that_of_each_latent_token(tiny_store: Path, tmp_path: Path) -> None:
     """Two latent tokens around opposite points: the mean over both is near neither of them."""
     store, tokenizer = Store.open(tiny_store), Tokenizer.load(tiny_store / "tokenizer")
@@ -210,7 +203,7 @@ def test_the_mean_latent_is_that_of_each_latent_token(tiny_store: Path, tmp_path
             writer.add(name, texts, centers + rng.normal(0, 0.1, (len(texts), 2, 8)), [9] * len(texts))
         writer.finish([], {}, {}, {})
     run = fresh_run(tmp_path / "store")
-    model = Remembers(run.store.manifest.vocab_size)
+    model = Independent(run.store.manifest.vocab_size)
     evaluation = Evaluation(replace(run, model=model), EvaluationConfig(times=1))
     text_bound(evaluation, "mean")
     assert run.store.restore(model.seen.numpy()) == pytest.approx(np.broadcast_to(centers, model.seen.shape), abs=0.05)

@@ -12,7 +12,7 @@ import scipy.spatial.distance
 import scipy.stats
 
 from mmldlm.data.nearest import unit_vectors
-from mmldlm.evaluation.l2t import reencoding_metrics, reference_metrics
+from mmldlm.evaluation.l2t import fault_metrics, reencoding_metrics, reference_metrics
 from mmldlm.evaluation.statistics import (
     cosine,
     distinct,
@@ -205,6 +205,11 @@ def test_token_accuracy_counts_the_places_of_the_references(
 ) -> None:
     spelled = [["".join(map(str, text)) for text in each] for each in (texts, references)]
     assert reference_metrics(texts, spelled[0], references, spelled[1])["token_accuracy"] == pytest.approx(accuracy)
+
+
+def test_faults_of_texts_by_hand() -> None:
+    texts = [[2, 1, 3], [3, 2, 1], [1, 2, 3], [1, 1, 3], [1, 3, 3], [2, 1, 3, 3]]  # word 3 may be doubled
+    assert fault_metrics(texts, [[1, 2, 3]] * 6, {1, 2}) == {"doubled_words": 1 / 6, "swapped_neighbors": 1 / 6}
 
 
 def test_intervals_of_text_scores_hold_them_and_narrow_with_more_documents() -> None:
