@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,7 +20,39 @@ from mmldlm.evaluation.perplexity import CausalModel
 from mmldlm.evaluation.sts import read_pairs, sts_metrics, tokenize_sentences
 from mmldlm.evaluation.t2l import latent_metrics
 from mmldlm.run.load import LoadedRun
+from mmldlm.utils.files import sha256
 from mmldlm.utils.progress import Progress
+
+
+def provenance(
+    run: LoadedRun,
+    config: EvaluationConfig,
+    modes: Sequence[Mode] | None = None,
+    sts: Path | None = None,
+    perplexity_model: Path | None = None,
+) -> dict[str, Any]:
+    """Return what the figures of `evaluate` with these arguments are of, by hashes: weights, data and options.
+
+    Figures with another provenance are never taken for those of these arguments.
+    """
+    options = {**asdict(config), "modes": list(modes or run.config.trained_modes), "precision": run.config.precision}
+    options |= {"sampling": asdict(run.config.sampling), "attention": run.config.attention.backend}
+    options["files"] = [_hash_of(path) for path in (sts, perplexity_model)]
+    return {
+        "step": run.step,
+        "weights": run.weights,
+        "weights_sha256": run.weights_sha256,
+        "run_id": run.info.get("run_id"),
+        "data_manifest": run.store.identity,
+        "options_sha256": hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest(),
+    }
+
+
+@functools.cache
+def _hash_of(path: Path | None) -> list[str]:
+    """Return the hashes of a file, or of the files in a folder; a path that is not there is refused elsewhere."""
+    files = [] if path is None else sorted(path.iterdir()) if path.is_dir() else [path]
+    return [sha256(file) for file in files if file.is_file()]
 
 
 def evaluate(
@@ -57,8 +92,7 @@ def evaluate(
         if perplexity_model:
             model = CausalModel(perplexity_model, run.device)
     result: dict[str, Any] = {
-        "step": run.step,
-        "weights": run.weights,
+        **provenance(run, config, modes, sts, perplexity_model),
         **asdict(config),
         "documents": len(evaluation.ids),
         "modes_trained": list(trained),

@@ -7,7 +7,7 @@
     latents.json       mean and scale of the latents
     tokenizer/         as transformers' AutoTokenizer reads it
     data/              the encoder, or the name of the one that computed the latents, and sizes of the data
-    evaluation.json    figures of `mmldlm evaluate`, if it measured these weights
+    evaluation.json    figures of `mmldlm evaluate`, if it measured these weights on the data of their run
     README.md          the model card
 
 It has the form of a checkpoint, so that what reads checkpoints also reads, verifies and refuses bundles.
@@ -122,11 +122,12 @@ def portable(config: RunConfig) -> RunConfig:
 
 
 def matching_evaluation(run: LoadedRun) -> dict[str, Any] | None:
-    """Return the content of the run's `evaluation.json`; None if there is none of this step and these weights."""
+    """Return the content of the run's `evaluation.json`; None unless it is of these weights and their data."""
     path = run.folder / EVALUATION_NAME
     evaluation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    same = evaluation.get("step") == run.step and evaluation.get("weights") == run.weights
-    return evaluation if same else None
+    bound_to = {"step": run.step, "weights": run.weights, "weights_sha256": run.weights_sha256}
+    bound_to["data_manifest"] = run.info.get("data_manifest")
+    return evaluation if evaluation and bound_to.items() <= evaluation.items() else None
 
 
 def _card(run: LoadedRun, parameters: int, evaluation: dict[str, Any] | None, description: str) -> str:

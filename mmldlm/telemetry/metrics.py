@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -84,6 +85,16 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def recorded_run_id(path: Path) -> str | None:
+    """Return the identity of the run in the latest start of a metrics file; None if that has none, as in 0.1.0."""
+    run_id = None
+    for line in path.read_bytes().splitlines() if path.is_file() else ():
+        if line.startswith((b'{"kind": "start"', b'{"kind": "resume"')):
+            with suppress(ValueError):  # a torn line
+                run_id = json.loads(line).get("run_id", run_id)
+    return run_id
 
 
 def _drop_after(path: Path, step: int) -> None:

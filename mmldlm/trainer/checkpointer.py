@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = 64 * 2**20  # of page-locked memory
 ALIGNMENT = 64  # bytes, of a buffer
 REQUEST_POLL_INTERVAL_S = 1.0  # since a look-up on a network file system is slow
-PROVENANCE = ("engine", "world_size", "versions", "git", "data_manifest", "init")  # of the start-up report
+PROVENANCE = ("run_id", "engine", "world_size", "versions", "git", "data_manifest", "init")  # of the start-up report
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,10 @@ def open_records(
     state = restored.state
     threads_reason = choose_threads(state.threads) if engine.world_size == 1 else "the launcher's choice"
     state.threads = torch.get_num_threads()
-    report = startup_report(engine, config, components, fingerprint, threads_reason) | {"init": restored.origin}
+    report = startup_report(engine, config, components, fingerprint, threads_reason) | {
+        "init": restored.origin,
+        "run_id": restored.run_id,
+    }
     # A run that died before its first checkpoint resumes from step 0; its old records are dropped as well.
     resumed = config.resume != "never" and (run_dir / "metrics.jsonl").exists()
     outputs = config.log.tensorboard, config.log.trackers

@@ -176,7 +176,9 @@ class RunSummary:
 
     @cached_property
     def _evaluation(self) -> Mapping[str, Any]:
-        return read_json(self.path / "evaluation.json")
+        result = read_json(self.path / "evaluation.json")
+        # Not of the run that was in this folder before.
+        return result if result.get("run_id") == self.history.startup.get("run_id") else {}
 
     @cached_property
     def events(self) -> list[Event]:
