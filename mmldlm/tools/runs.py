@@ -253,7 +253,7 @@ class History(MetricsReader):
             self._last_change_at = time.time()
         if (self._is_gone or not self.processes) and not self.exits:  # it may have ended since the first look
             self.exits = read_exits(self.run_dir)
-        self._lock_was_released = _lock_was_released(self.run_dir)
+        self._lock_was_released = lock_was_released(self.run_dir)
         return has_news
 
     @property
@@ -330,7 +330,7 @@ def read_exits(run_dir: Path) -> list[ExitReport]:
     return [report for path in paths if (report := read_model(path, ExitReport)) is not None]
 
 
-def _lock_was_released(run_dir: Path) -> bool:
+def lock_was_released(run_dir: Path) -> bool:
     """Return whether the run's lock was released, as at every end but a kill; False without a lock file."""
     try:
         info = (run_dir / "run.lock").stat()

@@ -11,24 +11,28 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mmldlm.checkpoint.manifest import MANIFEST, verify_checkpoint
-from mmldlm.config import CONFIG_NAME, diff_configs, load_config, split_arguments, with_absolute_paths
+from mmldlm.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
+from mmldlm.config import CONFIG_NAME, RunConfig, diff_configs, load_config, split_arguments, with_absolute_paths
 from mmldlm.data.mixture import open_data
 from mmldlm.data.verify import verify_part
 from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, DataError, ExitCode, UsageError, exit_process, run_command
+from mmldlm.run.load import BUNDLE_CONFIG
 from mmldlm.settings.declaration import dump
 from mmldlm.tools.checkpoints import diff_checkpoints
-from mmldlm.tools.records import Record, read_json
+from mmldlm.tools.records import Record, check_record, read_json
 from mmldlm.tools.replay import RecordedRun, advance, replay
-from mmldlm.tools.runs import read_exits
+from mmldlm.tools.runs import lock_was_released, read_exits
 from mmldlm.trainer.consistency import code_hash
+from mmldlm.trainer.step_guard import SKIPS_FILE
 from mmldlm.utils.files import sha256
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
@@ -39,7 +43,8 @@ Difference = tuple[float, str]  # of a recorded and a recomputed value: relative
 # rounded otherwise, which AdamW amplifies. A step differs by 1e-6; see docs/checkpoints.md.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 MAX_PRINTED = 30  # problems
-COMPARED_KINDS = ("train", "validation", "quality", "scalars", "skip")
+_SET_ASIDE = re.compile(r"(?:damaged|superseded)-step-(\d+)")
+COMPARED_KINDS = ("train", "validation", "quality", "skip")  # "scalars" are of callbacks, which a replay does not have
 # Speeds, times, memory and micro-batches are not part of the result.
 COMPARED_GROUPS = ("loss", "optim", "validation", "quality", "health", "weights", "reason")
 COMPARED_KEYS = ("data/tokens", "data/tokens_per_step", "data/epoch", "data/global_batch_size")
@@ -58,12 +63,22 @@ def check(run: RecordedRun, progress: Progress) -> Iterator[str]:
     """Yield a line about everything in the run folder and the store that is not as the run's records say."""
     yield from run.damaged
     yield from _check_config(run)
-    exits = [report for report in read_exits(run.folder) if report.is_clean]
-    last = run.records[-1]["kind"]
-    if exits and last != "end":
-        yield f"metrics.jsonl: the run has ended ({exits[0].cause}), but its last record is {last}, expected end"
+    yield from _check_end(run)
+    yield from _check_records(run)
     yield from _check_data(run)
     yield from _check_checkpoints(run, progress)
+
+
+def unchecked(run: RecordedRun) -> Iterator[str]:
+    """Yield what nothing in the run folder tells."""
+    total = run.starts[-1].get("total_steps")
+    if run.last_step != total:
+        yield f"whether the run has gone on after step {run.last_step} of {total}"
+    for session in _sessions(run)[1:]:
+        if not session.follows_end:
+            yield f"which checkpoints there were at step {session.begin}, where the run went on without having ended"
+    if any(record["kind"] == "scalars" for record in run.records):
+        yield "records of kind scalars, which are of callbacks"
 
 
 def _check_config(run: RecordedRun) -> Iterator[str]:
@@ -75,6 +90,96 @@ def _check_config(run: RecordedRun) -> Iterator[str]:
         return
     lines = diff_configs(*(dump(with_absolute_paths(config)) for config in configs))
     yield from (f"{CONFIG_NAME}: changed since the start: {line}" for line in lines if not line.startswith("run.dir:"))
+
+
+def _check_end(run: RecordedRun) -> Iterator[str]:
+    """Yield where `exit.json` and `startup.json`, which every run writes, differ from the records."""
+    start, report = run.starts[-1], read_json(run.folder / "startup.json")
+    only_recorded = {"kind", "step", "time", "nonfinite", "total_steps", "samples", "resumed_from", "config"}
+    changed = [key for key in sorted(report.keys() | start.keys() - only_recorded) if report.get(key) != start.get(key)]
+    if changed:
+        yield f"startup.json: {', '.join(changed)}: expected what the record of the latest start has"
+    last, exits = run.records[-1], read_exits(run.folder)
+    if not exits:
+        if lock_was_released(run.folder):
+            yield "exit.json: is missing, but the run has released its lock, expected the report of its end"
+    elif not exits[0].is_clean:
+        if exits[0].step + 1 < last["step"]:  # another rank may have been a step ahead
+            yield f"exit.json: the run failed after step {exits[0].step}, but has a record of step {last['step']}"
+    elif last["kind"] != "end":
+        yield f"metrics.jsonl: the run has ended ({exits[0].cause}), its last record is {last['kind']}, expected end"
+    else:
+        reason = last.get("stopped_by")
+        code, cause = (ExitCode.STOPPED, f"stopped by {reason} after") if reason else (ExitCode.DONE, "finished")
+        found = exits[0]
+        is_same = (found.code, found.step) == (code, last["step"]) and found.cause.startswith(cause)
+        if not is_same or found.time < last["time"] - 1:
+            expected = f"code {int(code)}, step {last['step']}, {cause} ..., written after the record of the end"
+            yield f"exit.json: found code {found.code}, step {found.step}, {found.cause}; expected {expected}"
+
+
+class _Session(NamedTuple):
+    """The steps from a start of the run to the next one, of which records and checkpoints follow from its config.
+
+    Attributes:
+        begin: Step that it has started after.
+        last: Its last step that counts: of the next start, else the last one with a record.
+        has_ended: Whether it was complete, or stopped, after `last`; a kill may come between the records of that step.
+        follows_end: Whether the session before had, so that nothing later was saved before this start.
+    """
+
+    start: Record
+    config: RunConfig
+    begin: int
+    last: int
+    has_ended: bool
+    follows_end: bool
+
+
+def _sessions(run: RecordedRun) -> list[_Session]:
+    places = {
+        record["step"]: place for place, record in enumerate(run.records) if record["kind"] in ("start", "resume")
+    }
+    steps, sessions = [*places, run.last_step], list[_Session]()
+    for number, (begin, place) in enumerate(places.items()):
+        before, end = run.records[place - 1] if place else {}, [*places.values(), len(run.records)][number + 1]
+        has_ended = run.records[end - 1]["kind"] == "end"
+        follows_end = before.get("kind") == "end" and before["step"] == begin
+        config = run.config_after(begin)
+        sessions.append(_Session(run.records[place], config, begin, steps[number + 1], has_ended, follows_end))
+    return sessions
+
+
+def _check_records(run: RecordedRun) -> Iterator[str]:
+    """Yield records that are missing, or too many, by the config of their start, and skipped steps without samples."""
+    found, expected = defaultdict[tuple[int, str], list[int]](list), dict[tuple[int, str], list[int]]()
+    for record in run.records:
+        if record["kind"] in ("train", "validation", "quality"):
+            found[record["step"], record["kind"]].append(len(record.get("grad_norms", [])))
+    skips = [(record["step"], record.get("reason")) for record in run.records if record["kind"] == "skip"]
+    for session in _sessions(run):
+        since, config, skipped = session.begin, session.config, {step for step, _ in skips}
+        intervals = {"validation": config.validation.every, "quality": config.validation.quality_every}
+        for step in range(session.begin + 1, session.last + 1):
+            places = [(step, kind) for kind, every in intervals.items() if config.train.is_due(step, every)]
+            numbers = {place: [0] for place in places}
+            if config.train.is_due(step, config.log.every) and not skipped.issuperset(range(since + 1, step + 1)):
+                numbers[step, "train"], since = [step - since], step
+            is_sure = session.has_ended or step < session.last
+            expected |= {place: number for place, number in numbers.items() if is_sure or place in found}
+    for step, kind in sorted({*expected, *found}):
+        before, after = expected.get((step, kind), []), found[step, kind]
+        if before != after:
+            yield f"{kind} records of step {step}: expected {len(before)}, of {before} norms, found {after}"
+    path = run.folder / SKIPS_FILE
+    try:
+        lines = [check_record(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
+    except DataError as error:
+        yield f"{path.name}: {error}"
+        return
+    named = [(line["step"], line.get("reason")) for line in lines]
+    if skips not in (named, named if run.records[-1]["kind"] == "end" else named[:-1]):  # it is written there first
+        yield f"{path.name}: has {len(named)} skipped steps, expected the {len(skips)} of metrics.jsonl"
 
 
 def _check_data(run: RecordedRun) -> Iterator[str]:
@@ -109,8 +214,49 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
                 yield f"{path}: no record has this checkpoint; if the run was killed while it was saved, resume it"
             elif sha256(path / MANIFEST) != recorded[step]:
                 yield f"{path}: is not the checkpoint that the run has written at step {step}"
+            yield from foreign_files(path)
         except DataError as error:
             yield str(error)
+    due, kept = _expected_checkpoints(run)
+    yield from (f"checkpoint of step {step}: was due, but has no record" for step in sorted(due - recorded.keys()))
+    set_aside = {int(match[1]) for path in run.folder.glob("checkpoints/*") if (match := _SET_ASIDE.match(path.name))}
+    for step in sorted(kept - run.checkpoints.keys() - set_aside):
+        yield f"checkpoint of step {step}: is missing, expected by the settings checkpoint.keep_*"
+
+
+def foreign_files(path: Path) -> Iterator[str]:
+    """Yield a line about each file in a checkpoint's folder that its manifest does not have."""
+    known = {MANIFEST, *read_manifest(path).get("files", ())}
+    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
+    yield from (f"{path}: has the file {name}, which is not in its manifest" for name in names if name not in known)
+
+
+def _expected_checkpoints(run: RecordedRun) -> tuple[set[int], set[int]]:
+    """Return the steps that must have been saved, and those whose checkpoints must be there, by all configs."""
+    due, kept, losses, best = set[int](), set[int](), dict[int, float | None](), list[float]()
+    saved = [record["step"] for record in run.records if record["kind"] in ("checkpoint", "end")]
+    sessions = _sessions(run)
+    for session in sessions:
+        settings, policy = session.config.checkpoint, session.config.checkpoint.retention
+        # A save is recorded before the next one is complete: only that of the last may have been lost by a kill.
+        last = min(session.last, max(saved, default=0)) if session is sessions[-1] else session.last
+        due |= {step for step in range(session.begin + 1, last + 1) if settings.is_due(step)}
+        if session.has_ended:
+            due.add(session.last)
+        if not session.follows_end or settings.mirror:  # later saves, or another disk, may have had the others
+            kept = {step for step in kept if policy.is_permanent(step) and not settings.mirror}
+        if session.start.get("resumed_from") and session.config.resume == "auto":
+            kept.add(session.begin)
+        for record in run.records:
+            step, loss = record["step"], record.get("validation/total", math.nan)
+            if not session.begin < step <= session.last:
+                continue
+            if record["kind"] == "validation" and math.isfinite(loss):
+                best = sorted([*best, loss])[: max(1, settings.keep_best)]
+                losses[step] = loss if loss in best[: settings.keep_best] else None
+            elif record["kind"] == "checkpoint":
+                kept = policy.steps_to_keep(step, kept - {step}, {at: losses.get(at) for at in {*kept, step}})
+    return due, kept
 
 
 # --- what its steps give -------------------------------------------------------------------------------------------
@@ -156,6 +302,9 @@ def recompute(
         result = "bitwise the same" if is_exact else f"the same within {largest:.1e}"
         if problems:
             result = f"NOT the same within {tolerance:g}, by rounding or a change" if tolerance else "NOT the same"
+        for record in run.records:
+            if begin < record["step"] <= stop and len(record.get("grad_norms", [])) > record["step"] - begin:
+                result += f"; not compared: means of the record of step {record['step']}, which has earlier steps, too"
         yield f"steps {begin + 1} to {stop}: {result}", problems
 
 
@@ -182,9 +331,12 @@ def _differences(name: str, recorded: Any, recomputed: Any) -> Iterator[Differen
 
 
 def _record_differences(run: RecordedRun, scratch: RecordedRun, begin: int, end: int) -> Iterator[Difference]:
-    def chosen(records: Sequence[Record]) -> dict[tuple[int, str], Record]:
-        between = (record for record in records if begin < record["step"] <= end)
-        return {(record["step"], record["kind"]): record for record in between if record["kind"] in COMPARED_KINDS}
+    def chosen(records: Sequence[Record]) -> dict[tuple[int, str, int], Record]:
+        places = defaultdict[tuple[int, str], list[Record]](list)
+        for record in records:
+            if begin < record["step"] <= end and record["kind"] in COMPARED_KINDS:
+                places[record["step"], record["kind"]].append(record)
+        return {(*place, number): record for place in places for number, record in enumerate(places[place])}
 
     recorded, recomputed = chosen(run.records), chosen(scratch.records)
     for place in sorted({*recorded, *recomputed}):
@@ -248,8 +400,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_recomputed:
             raise UsageError(f"--all, --from, --to: expected a run folder, found the checkpoint {folder}")
         verify_checkpoint(folder)
-        print(printable(f"{folder}: verified"))
-        return ExitCode.DONE
+        foreign = [] if (folder / BUNDLE_CONFIG).is_file() else [*foreign_files(folder)]  # a bundle may get others
+        print(*map(printable, foreign or [f"{folder}: verified"]), sep="\n")
+        return ExitCode.DATA if foreign else ExitCode.DONE
     launch = read_launcher_env(os.environ, None, options.accelerate_config)
     recorded = RecordedRun.read(folder, overrides)
     begin, end = recorded.starts[0]["step"] + 1, recorded.last_step
@@ -266,6 +419,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines.append(f"{len(recorded.records)} records, {len(recorded.checkpoints)} checkpoints, config and data")
         if (codes := {str(start["versions"].get("code")) for start in recorded.starts}) != {code_hash()}:
             lines.append(f"the run's code has the hash {', '.join(sorted(codes))}, this one {code_hash()}")
+    lines += [f"not checked: {line}" for line in unchecked(recorded)]
     if recorded.damaged:
         lines.append("no step is computed again: there are damaged records")
     elif is_recomputed:

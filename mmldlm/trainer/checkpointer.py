@@ -108,8 +108,7 @@ class Checkpointer:
 
     def due(self, step: int) -> bool:
         """Return whether the settings demand a checkpoint after `step`; the same on every rank."""
-        settings = self.config.checkpoint
-        return bool(settings.every_steps and step % settings.every_steps == 0) or settings.retention.is_permanent(step)
+        return self.config.checkpoint.is_due(step)
 
     def save_requested(self) -> bool:
         """Return whether this process received SIGUSR1 or, on rank 0, the file `CHECKPOINT` exists or time is up."""

@@ -53,7 +53,71 @@ def remove_record(run: Path, store: Path, rng: random.Random) -> str:
     records = read_records(run)
     removed = records.pop(rng.choice([place for place, record in enumerate(records) if record["kind"] == "train"]))
     write_records(run, records)
-    return f"train record of step {removed['step']}: only recomputed"
+    return f"train records of step {removed['step']}"
+
+
+def shorten_record(run: Path, store: Path, rng: random.Random) -> str:
+    """Half of a loss, in a record that claims to be about fewer steps."""
+    records = read_records(run)
+    record = rng.choice([record for record in records if record["kind"] == "train"])
+    record["loss/total"] /= 2
+    del record["grad_norms"][0]
+    write_records(run, records)
+    return f"train records of step {record['step']}"
+
+
+def forge_record(run: Path, store: Path, rng: random.Random) -> str:
+    """A better record before the true one, so that readers who take the last see nothing."""
+    records = read_records(run)
+    place = rng.choice([place for place, record in enumerate(records) if record["kind"] in ("train", "validation")])
+    group = {"train": "loss", "validation": "validation"}[records[place]["kind"]]
+    records.insert(place, {**records[place], f"{group}/total": 0.1})
+    write_records(run, records)
+    return f"{records[place]['kind']} records of step {records[place]['step']}"
+
+
+def change_json(run: Path, store: Path, rng: random.Random) -> str:
+    exits = {"code": 75, "step": 9, "cause": "stopped", "time": 1.0}
+    name, values = rng.choice([("exit.json", exits), ("startup.json", {"world_size": 64, "git": "x", "added": 1})])
+    key = rng.choice(sorted(values))
+    (run / name).write_text(json.dumps(json.loads((run / name).read_text()) | {key: values[key]}))
+    return f"{name}: "
+
+
+def add_file(run: Path, store: Path, rng: random.Random) -> str:
+    (rng.choice(checkpoints(run)) / "tokenizer" / "added.py").write_text("print()")
+    return "has the file tokenizer/added.py, which is not in its manifest"
+
+
+def remove_checkpoints(run: Path, store: Path, rng: random.Random) -> str:
+    for folder in checkpoints(run)[rng.randrange(2) :]:
+        shutil.rmtree(folder)
+    return "checkpoint of step 8: is missing"
+
+
+def remove_checkpoint_with_its_record(run: Path, store: Path, rng: random.Random) -> str:
+    shutil.rmtree(run / "checkpoints/step-00000008")
+    write_records(run, [one for one in read_records(run) if (one["kind"], one["step"]) != ("checkpoint", 8)])
+    return "checkpoint of step 8: was due, but has no record"
+
+
+def cut_run(run: Path, store: Path, rng: random.Random) -> str:
+    """The run ends after step 6: nothing later is left, the report of its end included."""
+    write_records(run, [record for record in read_records(run) if record["step"] <= 6])
+    shutil.rmtree(run / "checkpoints/step-00000008")
+    (run / "exit.json").unlink()
+    return "exit.json: is missing"
+
+
+def change_skips(run: Path, store: Path, rng: random.Random) -> str:
+    """One of two lists of skipped steps, which the run does not have, has an entry more than the other."""
+    skip = {"kind": "skip", "step": 5, "time": 1e9, "reason": "spike"}
+    if rng.random() < 0.5:
+        (run / "skipped_steps.jsonl").write_text(f"{json.dumps(skip)}\n")
+    else:
+        records = read_records(run)
+        write_records(run, [*records[:-1], skip, records[-1]])
+    return "skipped_steps.jsonl: has "
 
 
 def damage_record(run: Path, store: Path, rng: random.Random) -> str:
@@ -109,6 +173,8 @@ def change_sample(run: Path, store: Path, rng: random.Random, kind: str = "", re
         if "data_manifest" in record:
             record["data_manifest"] = identity
     write_records(run, records)
+    report = json.loads((run / "startup.json").read_text())
+    (run / "startup.json").write_text(json.dumps(report | {"data_manifest": identity}))
     return "recomputed"
 
 
@@ -217,12 +283,20 @@ FOUND_BY_HASHES: dict[str, Tampering] = {
     "state and manifest": change_state,
     "swapped checkpoints": swap_checkpoints,
     "checkpoint of no step": copy_checkpoint,
+    "removed record": remove_record,
+    "shortened record": shorten_record,
+    "forged record": forge_record,
+    "changed reports": change_json,
+    "added file": add_file,
+    "removed checkpoints": remove_checkpoints,
+    "removed checkpoint and record": remove_checkpoint_with_its_record,
+    "cut run": cut_run,
+    "skipped steps": change_skips,
 }
 # Hashes and records are consistent, so only the recomputation finds these.
 FOUND_BY_RECOMPUTATION: dict[str, Tampering] = {
     "metric": change_metric,
     "gradient norm": change_norm,
-    "removed record": remove_record,
     "setting": change_recorded_setting,
     "sample": lambda run, store, rng: change_sample(run, store, rng, rehash=True),
     "weight": lambda run, store, rng: change_weight(run, rng, rehash=True),
