@@ -232,8 +232,10 @@ def _follow(options: argparse.Namespace, config: EvaluationConfig, processes: Co
             board.flush()
         for tracker in trackers:
             tracker.log(done, values)
-    for output in (*boards, *trackers):
-        output.close()
+    for board in boards:
+        board.close()
+    for tracker in trackers:
+        tracker.close()
 
 
 def _set_others_aside(folder: Path, expected: Mapping[str, Any]) -> None:

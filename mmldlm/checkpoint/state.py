@@ -71,12 +71,12 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in _model_tensors(model)}
 
 
-def weights_hash(model: nn.Module) -> str:
+def weights_hash(model: Any) -> str:
     """Return the SHA-256 of names, types, shapes and bytes of a model's parameters and persistent buffers."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model_state(model).items()):
         digest.update(f"{name} {_describe(tensor)}\n".encode())
-        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoint.state import weights_hash
 from mmldlm.diffusion.noise import Mode
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
@@ -20,6 +20,7 @@ from mmldlm.evaluation.perplexity import CausalModel
 from mmldlm.evaluation.sts import read_pairs, sts_metrics, tokenize_sentences
 from mmldlm.evaluation.t2l import latent_metrics
 from mmldlm.run.load import LoadedRun
+from mmldlm.settings.declaration import dump
 from mmldlm.utils.files import sha256
 from mmldlm.utils.progress import Progress
 
@@ -35,24 +36,21 @@ def provenance(
 
     Figures with another provenance are never taken for those of these arguments.
     """
-    options = {**asdict(config), "modes": list(modes or run.config.trained_modes), "precision": run.config.precision}
-    options |= {"sampling": asdict(run.config.sampling), "attention": run.config.attention.backend}
-    options["files"] = [_hash_of(path) for path in (sts, perplexity_model)]
+    files = [file for path in (sts, perplexity_model) if path for file in sorted([path, *path.rglob("*")])]
+    options = {
+        **asdict(config),
+        "modes": list(modes or run.config.trained_modes),
+        **{key: value for key, value in dump(run.config).items() if key in ("sampling", "precision", "attention")},
+        "files": [sha256(file) for file in files if file.is_file()],
+    }
     return {
         "step": run.step,
         "weights": run.weights,
-        "weights_sha256": run.weights_sha256,
+        "weights_sha256": weights_hash(run.model),
         "run_id": run.info.get("run_id"),
         "data_manifest": run.store.identity,
         "options_sha256": hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest(),
     }
-
-
-@functools.cache
-def _hash_of(path: Path | None) -> list[str]:
-    """Return the hashes of a file, or of the files in a folder; a path that is not there is refused elsewhere."""
-    files = [] if path is None else sorted(path.iterdir()) if path.is_dir() else [path]
-    return [sha256(file) for file in files if file.is_file()]
 
 
 def evaluate(

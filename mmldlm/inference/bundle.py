@@ -24,7 +24,7 @@ from torch import nn
 
 from mmldlm.checkpoint.manifest import MANIFEST, write_checkpoint_manifest
 from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
-from mmldlm.checkpoint.state import model_state
+from mmldlm.checkpoint.state import model_state, weights_hash
 from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.config import RunConfig
 from mmldlm.data.writer import write_description
@@ -125,9 +125,11 @@ def matching_evaluation(run: LoadedRun) -> dict[str, Any] | None:
     """Return the content of the run's `evaluation.json`; None unless it is of these weights and their data."""
     path = run.folder / EVALUATION_NAME
     evaluation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    bound_to = {"step": run.step, "weights": run.weights, "weights_sha256": run.weights_sha256}
-    bound_to["data_manifest"] = run.info.get("data_manifest")
-    return evaluation if evaluation and bound_to.items() <= evaluation.items() else None
+    if not evaluation:
+        return None
+    expected = {"step": run.step, "weights": run.weights, "data_manifest": run.info.get("data_manifest")}
+    same = expected.items() <= evaluation.items() and evaluation.get("weights_sha256") == weights_hash(run.model)
+    return evaluation if same else None
 
 
 def _card(run: LoadedRun, parameters: int, evaluation: dict[str, Any] | None, description: str) -> str:

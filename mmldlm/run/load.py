@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, verify_checkpoint
-from mmldlm.checkpoint.state import load_model_state, weights_hash
+from mmldlm.checkpoint.state import load_model_state
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import CONFIG_NAME, RunConfig, load_config
@@ -71,12 +71,6 @@ class LoadedRun:
         is_word = torch.zeros(self.store.manifest.vocab_size, dtype=torch.bool)
         is_word[list(self.tokenizer.word_ids)] = True
         return is_word.to(self.device)
-
-    @functools.cached_property
-    def weights_sha256(self) -> str:
-        """Hash of the weights that the model has, trained or EMA, whichever file they came from."""
-        assert isinstance(self.model, nn.Module)
-        return weights_hash(self.model)
 
     @functools.cached_property
     def encoder(self) -> LatentEncoder:

@@ -10,9 +10,9 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,13 +88,10 @@ class MetricsFile:
 
 
 def recorded_run_id(path: Path) -> str | None:
-    """Return the identity of the run in the latest start of a metrics file; None if that has none, as in 0.1.0."""
-    run_id = None
-    for line in path.read_bytes().splitlines() if path.is_file() else ():
-        if line.startswith((b'{"kind": "start"', b'{"kind": "resume"')):
-            with suppress(ValueError):  # a torn line
-                run_id = json.loads(line).get("run_id", run_id)
-    return run_id
+    """Return the identity of the run by the latest start in a metrics file; None without one, as in 0.1.0."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    ids = (re.search(rb'^{"kind": "(?:start|resume)".*?"run_id": "(\w+)"', line) for line in reversed(lines))
+    return next((found[1].decode() for found in ids if found), None)
 
 
 def _drop_after(path: Path, step: int) -> None:

@@ -16,8 +16,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mmldlm.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
 from mmldlm.config import CONFIG_NAME, RunConfig, diff_configs, load_config, split_arguments, with_absolute_paths
@@ -31,6 +32,8 @@ from mmldlm.tools.checkpoints import diff_checkpoints
 from mmldlm.tools.records import Record, check_record, read_json
 from mmldlm.tools.replay import RecordedRun, advance, replay
 from mmldlm.tools.runs import lock_was_released, read_exits
+from mmldlm.trainer.branches import REWINDS_FILE
+from mmldlm.trainer.checkpointer import PROVENANCE
 from mmldlm.trainer.consistency import code_hash
 from mmldlm.trainer.step_guard import SKIPS_FILE
 from mmldlm.utils.files import sha256
@@ -71,12 +74,14 @@ def check(run: RecordedRun, progress: Progress) -> Iterator[str]:
 
 def unchecked(run: RecordedRun) -> Iterator[str]:
     """Yield what nothing in the run folder tells."""
-    total = run.starts[-1].get("total_steps")
-    if run.last_step != total:
+    sessions = _sessions(run)
+    if run.last_step != (total := sessions[-1][1].train.steps):
         yield f"whether the run has gone on after step {run.last_step} of {total}"
-    for session in _sessions(run)[1:]:
-        if not session.follows_end:
-            yield f"which checkpoints there were at step {session.begin}, where the run went on without having ended"
+    for (*_, has_ended), (start, *_) in pairwise(sessions):
+        if not has_ended:
+            yield f"which older checkpoints there were at step {start['step']}, where the run went on after no end"
+    if any(config.checkpoint.mirror for _, config, *_ in sessions):
+        yield "which checkpoints there must be, as some may be in checkpoint.mirror alone"
     if any(record["kind"] == "scalars" for record in run.records):
         yield "records of kind scalars, which are of callbacks"
 
@@ -99,55 +104,31 @@ def _check_end(run: RecordedRun) -> Iterator[str]:
     changed = [key for key in sorted(report.keys() | start.keys() - only_recorded) if report.get(key) != start.get(key)]
     if changed:
         yield f"startup.json: {', '.join(changed)}: expected what the record of the latest start has"
-    last, exits = run.records[-1], read_exits(run.folder)
-    if not exits:
-        if lock_was_released(run.folder):
+    last, end = run.records[-1], next(iter(read_exits(run.folder)), None)
+    reason = last.get("stopped_by")
+    code, cause = (ExitCode.STOPPED, f"stopped by {reason} after") if reason else (ExitCode.DONE, "finished")
+    if end is None:
+        if lock_was_released(run.folder) and not (run.folder / REWINDS_FILE).exists():  # a rewind releases it, too
             yield "exit.json: is missing, but the run has released its lock, expected the report of its end"
-    elif not exits[0].is_clean:
-        if exits[0].step + 1 < last["step"]:  # another rank may have been a step ahead
-            yield f"exit.json: the run failed after step {exits[0].step}, but has a record of step {last['step']}"
+    elif not end.is_clean:
+        return  # it may be of a start that failed before it had records
     elif last["kind"] != "end":
-        yield f"metrics.jsonl: the run has ended ({exits[0].cause}), its last record is {last['kind']}, expected end"
-    else:
-        reason = last.get("stopped_by")
-        code, cause = (ExitCode.STOPPED, f"stopped by {reason} after") if reason else (ExitCode.DONE, "finished")
-        found = exits[0]
-        is_same = (found.code, found.step) == (code, last["step"]) and found.cause.startswith(cause)
-        if not is_same or found.time < last["time"] - 1:
-            expected = f"code {int(code)}, step {last['step']}, {cause} ..., written after the record of the end"
-            yield f"exit.json: found code {found.code}, step {found.step}, {found.cause}; expected {expected}"
+        yield f"metrics.jsonl: the run has ended ({end.cause}), its last record is {last['kind']}, expected end"
+    elif (end.code, end.step) != (code, last["step"]) or not end.cause.startswith(cause) or end.time < last["time"] - 1:
+        yield f"exit.json: expected code {int(code)}, step {last['step']}, {cause} ..., written after the records"
 
 
-class _Session(NamedTuple):
-    """The steps from a start of the run to the next one, of which records and checkpoints follow from its config.
+def _sessions(run: RecordedRun) -> list[tuple[Record, RunConfig, int, bool]]:
+    """Return each start, its config, the last step of its own, and whether it ended there: finished, or stopped.
 
-    Attributes:
-        begin: Step that it has started after.
-        last: Its last step that counts: of the next start, else the last one with a record.
-        has_ended: Whether it was complete, or stopped, after `last`; a kill may come between the records of that step.
-        follows_end: Whether the session before had, so that nothing later was saved before this start.
+    That step is the one of the next start, or the last one with a record.
     """
-
-    start: Record
-    config: RunConfig
-    begin: int
-    last: int
-    has_ended: bool
-    follows_end: bool
-
-
-def _sessions(run: RecordedRun) -> list[_Session]:
-    places = {
-        record["step"]: place for place, record in enumerate(run.records) if record["kind"] in ("start", "resume")
-    }
-    steps, sessions = [*places, run.last_step], list[_Session]()
-    for number, (begin, place) in enumerate(places.items()):
-        before, end = run.records[place - 1] if place else {}, [*places.values(), len(run.records)][number + 1]
-        has_ended = run.records[end - 1]["kind"] == "end"
-        follows_end = before.get("kind") == "end" and before["step"] == begin
-        config = run.config_after(begin)
-        sessions.append(_Session(run.records[place], config, begin, steps[number + 1], has_ended, follows_end))
-    return sessions
+    places = {one["step"]: place for place, one in enumerate(run.records) if one["kind"] in ("start", "resume")}
+    stops = [*[*places.items()][1:], (run.last_step, len(run.records))]
+    return [
+        (run.records[place], run.config_after(begin), last, run.records[stop - 1]["kind"] == "end")
+        for (begin, place), (last, stop) in zip(places.items(), stops, strict=True)
+    ]
 
 
 def _check_records(run: RecordedRun) -> Iterator[str]:
@@ -157,16 +138,16 @@ def _check_records(run: RecordedRun) -> Iterator[str]:
         if record["kind"] in ("train", "validation", "quality"):
             found[record["step"], record["kind"]].append(len(record.get("grad_norms", [])))
     skips = [(record["step"], record.get("reason")) for record in run.records if record["kind"] == "skip"]
-    for session in _sessions(run):
-        since, config, skipped = session.begin, session.config, {step for step, _ in skips}
-        intervals = {"validation": config.validation.every, "quality": config.validation.quality_every}
-        for step in range(session.begin + 1, session.last + 1):
-            places = [(step, kind) for kind, every in intervals.items() if config.train.is_due(step, every)]
-            numbers = {place: [0] for place in places}
+    skipped = {step for step, _ in skips}
+    for start, config, last, has_ended in _sessions(run):
+        since, validation = start["step"], config.validation
+        for step in range(since + 1, last + 1):
+            due = {"validation": validation.every, "quality": validation.quality_every}
+            norms = {(step, kind): [0] for kind, every in due.items() if config.train.is_due(step, every)}
             if config.train.is_due(step, config.log.every) and not skipped.issuperset(range(since + 1, step + 1)):
-                numbers[step, "train"], since = [step - since], step
-            is_sure = session.has_ended or step < session.last
-            expected |= {place: number for place, number in numbers.items() if is_sure or place in found}
+                norms[step, "train"], since = [step - since], step
+            is_sure = has_ended or step < last  # a kill may have come before a record of the last step
+            expected |= {place: numbers for place, numbers in norms.items() if is_sure or place in found}
     for step, kind in sorted({*expected, *found}):
         before, after = expected.get((step, kind), []), found[step, kind]
         if before != after:
@@ -209,7 +190,11 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
         recorded[step] = digest
     for step, path in progress.track(run.checkpoints.items(), "checkpoints", len(run.checkpoints)):
         try:
-            verify_checkpoint(path)
+            saved = verify_checkpoint(path)
+            start = [one for one in run.starts if one["step"] < step or one is run.starts[0]][-1]
+            changed = [key for key in PROVENANCE if key in saved.info and saved.info[key] != start.get(key)]
+            if changed:
+                yield f"{path}: has another {', '.join(changed)} than the start that saved it"
             if step not in recorded:
                 yield f"{path}: no record has this checkpoint; if the run was killed while it was saved, resume it"
             elif sha256(path / MANIFEST) != recorded[step]:
@@ -234,29 +219,26 @@ def foreign_files(path: Path) -> Iterator[str]:
 def _expected_checkpoints(run: RecordedRun) -> tuple[set[int], set[int]]:
     """Return the steps that must have been saved, and those whose checkpoints must be there, by all configs."""
     due, kept, losses, best = set[int](), set[int](), dict[int, float | None](), list[float]()
-    saved = [record["step"] for record in run.records if record["kind"] in ("checkpoint", "end")]
-    sessions = _sessions(run)
-    for session in sessions:
-        settings, policy = session.config.checkpoint, session.config.checkpoint.retention
-        # A save is recorded before the next one is complete: only that of the last may have been lost by a kill.
-        last = min(session.last, max(saved, default=0)) if session is sessions[-1] else session.last
-        due |= {step for step in range(session.begin + 1, last + 1) if settings.is_due(step)}
-        if session.has_ended:
-            due.add(session.last)
-        if not session.follows_end or settings.mirror:  # later saves, or another disk, may have had the others
-            kept = {step for step in kept if policy.is_permanent(step) and not settings.mirror}
-        if session.start.get("resumed_from") and session.config.resume == "auto":
-            kept.add(session.begin)
+    sessions, was_ended = _sessions(run), False
+    # A save is recorded before the next one is complete: only that of the last may have been lost by a kill.
+    newest = max((record["step"] for record in run.records if record["kind"] in ("checkpoint", "end")), default=0)
+    for start, config, last, has_ended in sessions:
+        settings, policy, begin = config.checkpoint, config.checkpoint.retention, start["step"]
+        due |= {step for step in range(begin + 1, min(last, newest) + 1) if settings.is_due(step)}
+        due |= {last} if has_ended else set()
+        if not was_ended:  # later steps, which are trained again, may have replaced what is not permanent
+            kept = set(filter(policy.is_permanent, kept))
+        if start.get("resumed_from") and config.resume == "auto":
+            kept.add(begin)
         for record in run.records:
             step, loss = record["step"], record.get("validation/total", math.nan)
-            if not session.begin < step <= session.last:
-                continue
-            if record["kind"] == "validation" and math.isfinite(loss):
+            if record["kind"] == "validation" and begin < step <= last and math.isfinite(loss):
                 best = sorted([*best, loss])[: max(1, settings.keep_best)]
                 losses[step] = loss if loss in best[: settings.keep_best] else None
-            elif record["kind"] == "checkpoint":
+            elif record["kind"] == "checkpoint" and begin < step <= last:
                 kept = policy.steps_to_keep(step, kept - {step}, {at: losses.get(at) for at in {*kept, step}})
-    return due, kept
+        was_ended = has_ended
+    return due, set() if any(config.checkpoint.mirror for _, config, *_ in sessions) else kept
 
 
 # --- what its steps give -------------------------------------------------------------------------------------------

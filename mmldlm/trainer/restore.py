@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -49,7 +48,7 @@ class RestoredRun:
     origin: Any = None  # what `init` gave the run at step 0, see `WarmStart`
     path: Path | None = None  # of the checkpoint
     mirror: Mirror | None = None  # copies of the checkpoints, on rank 0
-    run_id: str = ""  # of this run, in its records and checkpoints, whatever was copied where
+    run_id: str | None = None  # of the run that saved the checkpoint; 0.1.0 had none
 
 
 def restore_run(
@@ -90,28 +89,27 @@ def _open_start(
 ) -> RestoredRun:
     """Open what rank 0 chooses by `resume` and `init`, and check that it fits the unwrapped model (collective)."""
     data, initial, checkpoint, source = components.store, components.initial_weights, None, dict[str, str]()
-    run_id = ""
     with engine.raise_on_all_ranks("choice of the checkpoint"):
         if engine.is_main:
             checkpoint = _choose(config, store, mirror)
-            run_id = _run_id(config, store.folder.parent / METRICS, checkpoint)
             source = find_source(config.init) if checkpoint is None else {}
-    chosen = checkpoint and str(checkpoint.path), source, run_id
-    path, source, run_id = engine.gather(chosen, "choice of the checkpoint")[0]
+    path, source = engine.gather((checkpoint and str(checkpoint.path), source), "choice of the checkpoint")[0]
     with engine.raise_on_all_ranks("opening of the checkpoint"):
         if path is not None:
             # Rank 0 has compared the hashes.
             checkpoint = checkpoint or verify_checkpoint(Path(path), hashes=False)
-            return replace(restore_checkpoint(checkpoint, components.model, config, data), run_id=run_id)
-        start = warm_start(source, config, data, initial) if source else None
-        if start is None:
-            return RestoredRun(TrainState(), [], data.manifest.latent, initial, run_id=run_id)
-        state = TrainState(), start.notes, start.latents, start.weights
-        return RestoredRun(*state, origin=start.origin, run_id=run_id)
+            return restore_checkpoint(checkpoint, components.model, config, data)
+        if source:
+            start = warm_start(source, config, data, initial)
+            return RestoredRun(TrainState(), start.notes, start.latents, start.weights, origin=start.origin)
+        return RestoredRun(TrainState(), [], data.manifest.latent, initial)
 
 
 def _choose(config: RunConfig, store: CheckpointStore, mirror: Mirror | None) -> Checkpoint | None:
-    """Return the verified checkpoint to start from, or None; `auto` sets damaged ones aside, and may fetch one."""
+    """Return the verified checkpoint to start from, or None; `auto` sets damaged ones aside, and may fetch one.
+
+    It is a `DataError` if `auto` finds records and checkpoint of two runs.
+    """
     resume, checkpoint, run_dir = config.resume, None, store.folder.parent
     if resume != "never":
         checkpoint = store.newest() if resume == "auto" else verify_checkpoint(Path(resume))
@@ -121,26 +119,17 @@ def _choose(config: RunConfig, store: CheckpointStore, mirror: Mirror | None) ->
         checkpoint = mirror.fetch_newer(checkpoint, is_chosen)
         if with_rewinds(config) != config:
             raise ConfigError(f"{run_dir}: has samples to leave out since it was fetched; run the command again")
+    recorded, saved = recorded_run_id(run_dir / METRICS), checkpoint and checkpoint.info.get("run_id")
+    if resume == "auto" and checkpoint is not None and recorded and saved and recorded != saved:
+        raise DataError(
+            f"{checkpoint.path}: is of the run {saved}, expected {recorded} as in {run_dir / METRICS}; move away what "
+            "is not of this run, or start from the other's checkpoint by resume: PATH in a new run.dir"
+        )
     if resume == "never":
         store.set_aside_after(-1)
         with suppress(FileNotFoundError):
             (run_dir / REWINDS_FILE).replace(run_dir / f"{REWINDS_FILE}.old")
     return checkpoint
-
-
-def _run_id(config: RunConfig, metrics: Path, checkpoint: Checkpoint | None) -> str:
-    """Return the identity of the run that starts: that of its records, else of its own checkpoint, else a new one.
-
-    It is a `DataError` if records and checkpoint of a run folder are of two runs. Those of 0.1.0 have none.
-    """
-    recorded = None if config.resume == "never" else recorded_run_id(metrics)
-    saved = checkpoint.info.get("run_id") if checkpoint is not None and config.resume == "auto" else None
-    if checkpoint is not None and recorded and saved and recorded != saved:
-        raise DataError(
-            f"{checkpoint.path}: is of the run {saved}, expected {recorded} as in {metrics}; move away what is not of "
-            "this run, or start from the other's checkpoint by resume: PATH in a new run.dir"
-        )
-    return recorded or saved or uuid.uuid4().hex[:16]
 
 
 def restore_checkpoint(checkpoint: Checkpoint, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
@@ -181,7 +170,8 @@ def restore_checkpoint(checkpoint: Checkpoint, model: nn.Module, config: RunConf
         kept = ema.filter(_trained_names(model).__contains__)
         if num_new:
             notes.append("ema: the EMA of parameters that train from here on starts from their present values")
-    return RestoredRun(state, notes, latents, weights, moments, kept, checkpoint.info.get("init"), path)
+    info = checkpoint.info
+    return RestoredRun(state, notes, latents, weights, moments, kept, info.get("init"), path, None, info.get("run_id"))
 
 
 def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[TensorFiles, int]:

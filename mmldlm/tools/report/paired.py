@@ -190,7 +190,7 @@ def changes(run: History) -> list[str]:
     """Return a line about each start of a run under other settings, versions or processes than the one before."""
     lines = []
     for before, after in pairwise(run.starts):
-        old, new = (start.config | start.environment for start in (before, after))
+        old, new = ({**start.config, **start.environment} for start in (before, after))
         keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in ("run.dir", "resume")]
         if keys:
             values = ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in keys)
