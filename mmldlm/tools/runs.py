@@ -58,10 +58,10 @@ class Start(NamedTuple):
     @property
     def environment(self) -> dict[str, Any]:
         """What influences a run besides its config, by dotted key."""
-        report, ranks = self.report, self.report.get("ranks", ())
-        processors = sorted({rank["processor"] for rank in ranks if "processor" in rank})
-        values = {key: report[key] for key in _ENVIRONMENT_KEYS if key in report}
-        return flatten(values | ({"processor": " and ".join(processors)} if processors else {}))
+        processors = {str(rank["processor"]) for rank in self.report.get("ranks", ()) if "processor" in rank}
+        values = {key: self.report[key] for key in _ENVIRONMENT_KEYS if key in self.report}
+        values |= {"processor": " and ".join(sorted(processors))} if processors else {}
+        return {key: value for key, value in flatten(values).items() if isinstance(value, str | int)}
 
 
 class MetricsReader:

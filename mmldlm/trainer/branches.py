@@ -28,14 +28,12 @@ def read_rewinds(run_dir: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
     for number, line in enumerate(lines, start=1):
         try:
-            rewind = json.loads(line)
-        except ValueError:
-            if number == len(lines) and not line.endswith(b"\n"):
-                break
-            rewind = None
-        if not isinstance(rewind, dict) or not {"before", "step", "samples", "branch"} <= rewind.keys():
-            raise DataError(f"{path}, line {number}: is no rewind; expected before, step, samples and branch")
-        rewinds.append(rewind)
+            rewinds.append({key: json.loads(line)[key] for key in ("before", "step", "samples", "branch")})
+        except (ValueError, LookupError, TypeError):
+            if number < len(lines) or line.endswith(b"\n"):
+                raise DataError(
+                    f"{path}, line {number}: is no rewind; expected before, step, samples, branch"
+                ) from None
     return rewinds
 
 

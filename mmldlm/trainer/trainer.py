@@ -117,7 +117,8 @@ class Trainer:
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
         """Yield the remaining steps, counted from 0, with this rank's micro-batches; save the run at the end."""
-        self._stop_if_reached()
+        if self._is_at_stop:
+            self._stop(by_signal=False)
         batches = self.components.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
         self.log.start_interval()
         while True:
@@ -223,20 +224,19 @@ class Trainer:
         # The last step's checkpoint is saved by `steps`, which also waits for it.
         if (checkpointer.due(state.step) or totals["save"]) and state.step < self.config.train.steps:
             self.save()
-        if totals["stop"]:
-            self._stop(self._signals.agree_to_stop())
-        self._stop_if_reached()
+        if totals["stop"] or self._is_at_stop:
+            self._stop(by_signal=totals["stop"] > 0)
 
-    def _stop_if_reached(self) -> None:
-        """Stop at `stop_at`, also where the run was there, or past it, before it started."""
-        if self.stop_at is not None and self.stop_at <= self.state.step < self.config.train.steps:
-            self._stop(f"--stop-at {self.stop_at}")
+    @property
+    def _is_at_stop(self) -> bool:
+        return self.stop_at is not None and self.stop_at <= self.state.step < self.config.train.steps
 
-    def _stop(self, reason: str) -> NoReturn:
+    def _stop(self, by_signal: bool) -> NoReturn:
         step = self.state.step
         self.save(wait=True)
-        self.tracker.end(step, {"stopped_by": reason})
-        raise StoppedBySignal(f"stopped by {reason} after step {step}; saved, run the same command to resume")
+        name = self._signals.agree_to_stop() if by_signal else f"--stop-at {self.stop_at}"
+        self.tracker.end(step, {"stopped_by": name})
+        raise StoppedBySignal(f"stopped by {name} after step {step}; saved, run the same command to resume")
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 

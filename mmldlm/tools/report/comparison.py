@@ -174,15 +174,14 @@ def setting_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
     settings = [_shared_settings(group.runs[0]) for group in groups]
     starts, mixed = [], set[str]()
     for group in groups:
-        values: dict[str, list[str]] = {}
-        for start in (start for run in group.runs for start in run.history.starts):
-            for key, value in start.environment.items():
-                values.setdefault(f"start-up: {key}", []).append(value)
-        distinct = {key: list(dict.fromkeys(found)) for key, found in values.items()}
-        mixed |= {key for key, found in distinct.items() if len(found) > 1}
-        starts.append(
-            {key: found[0] if len(found) == 1 else " and ".join(map(str, found)) for key, found in distinct.items()}
-        )
+        values: dict[str, Any] = {}
+        for environment in (start.environment for run in group.runs for start in run.history.starts):
+            for key, value in ((f"start-up: {key}", value) for key, value in environment.items()):
+                before = values.setdefault(key, value)
+                if str(value) not in str(before).split(" and "):
+                    values[key] = f"{before} and {value}"
+                    mixed.add(key)
+        starts.append(values)
     rows: dict[str, list[Any]] = {}
     for sources in (settings, starts):
         known = [values for values in sources if values]
@@ -195,12 +194,8 @@ def setting_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
 def _shared_settings(run: RunSummary) -> dict[str, Any]:
     """Return the settings of the latest start, and those of earlier ones that were others."""
     *earlier, latest = run.history.starts
-    settings = {key: value for key, value in latest.config.items() if key not in PER_RUN_SETTINGS}
+    settings = dict(latest.config)
     for start in earlier:
-        others = (key for key in start.config if start.config[key] != latest.config.get(key))
-        settings |= {
-            f"{key} after step {start.step}": start.config[key]
-            for key in others
-            if key not in (*PER_RUN_SETTINGS, "resume")
-        }
-    return settings
+        others = {key: value for key, value in start.config.items() if value != latest.config.get(key)}
+        settings |= {f"{key} after step {start.step}": value for key, value in others.items() if key != "resume"}
+    return {key: value for key, value in settings.items() if key.split()[0] not in PER_RUN_SETTINGS}

@@ -36,15 +36,7 @@ _BATCHES = ("train.global_batch_size", "train.batch_schedule")
 # Settings that decide which samples a record is about, and those under which the draws are the same, but not all that
 # is made of them. A group stands for all its settings.
 _DATA = ("data.path", "data.mixture")
-ORDER = (
-    "run.seed",
-    *_DATA,
-    "data.window",
-    "data.skip_samples",
-    "train.global_batch_size",
-    "train.batch_schedule",
-    "log.every",
-)
+ORDER = ("run.seed", *_DATA, "data.window", "data.skip_samples", *_BATCHES, "log.every")
 _NOISE = {"mode": "modes", "mode_schedule": "modes", "text": "masks", "latent": "noise", "model.dropout": "dropout"}
 LOSS = ("loss", "latent", "mode", "mode_schedule")  # settings that change what a loss is a mean of
 
@@ -152,12 +144,9 @@ def pairing(a: History, b: History) -> str:
         batches += changed_settings(first.config, second.config, _BATCHES)
         if not lines or line != lines[-1][1]:
             lines.append((begin, line))
-        keys = (key for key in first.environment if key not in ("git", "data_manifest"))
-        notes |= {
-            f"{key} {first.environment[key]} and {second.environment.get(key)}": None
-            for key in keys
-            if key in second.environment and first.environment[key] != second.environment[key]
-        }
+        ours, theirs = first.environment, second.environment
+        keys = (ours.keys() & theirs.keys()) - {"git", "data_manifest"}
+        notes |= {f"{key} {ours[key]} and {theirs[key]}": None for key in sorted(keys) if ours[key] != theirs[key]}
     text = lines[0][1]
     if len(lines) > 1:
         ends = [*(f" to {begin}" for begin, _ in lines[1:]), " on"]
@@ -192,9 +181,8 @@ def changes(run: History) -> list[str]:
     for before, after in pairwise(run.starts):
         old, new = ({**start.config, **start.environment} for start in (before, after))
         keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in ("run.dir", "resume")]
-        if keys:
-            values = ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in keys)
-            lines.append(f"{run.run_dir}: changed after step {after.step}: {values}")
+        values = ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in keys)
+        lines += [f"{run.run_dir}: changed after step {after.step}: {values}"] if keys else []
     return lines
 
 
