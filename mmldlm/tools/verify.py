@@ -20,7 +20,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
+from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, read_manifest, verify_checkpoint
 from mmldlm.config import CONFIG_NAME, RunConfig, diff_configs, load_config, split_arguments, with_absolute_paths
 from mmldlm.data.mixture import open_data
 from mmldlm.data.verify import verify_part
@@ -93,6 +93,8 @@ def _check_config(run: RecordedRun) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
+    if run.starts[-1].get("total_steps") != recorded.train.steps:
+        yield f"metrics.jsonl: total_steps of the latest start: expected its train.steps, {recorded.train.steps}"
     lines = diff_configs(*(dump(with_absolute_paths(config)) for config in configs))
     yield from (f"{CONFIG_NAME}: changed since the start: {line}" for line in lines if not line.startswith("run.dir:"))
 
@@ -180,6 +182,9 @@ def _check_data(run: RecordedRun) -> Iterator[str]:
 
 def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
     recorded: dict[int, str] = {}
+    for start in run.starts:
+        if start["step"] and not start.get("resumed_from"):
+            yield f"metrics.jsonl: the start after step {start['step']} is from no checkpoint"
     for record in run.records:
         source: Record = record if record["kind"] == "checkpoint" else record.get("resumed_from") or {}
         if "sha256" not in source:
@@ -191,22 +196,30 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
     for step, path in progress.track(run.checkpoints.items(), "checkpoints", len(run.checkpoints)):
         try:
             saved = verify_checkpoint(path)
-            start = [one for one in run.starts if one["step"] < step or one is run.starts[0]][-1]
-            changed = [key for key in PROVENANCE if key in saved.info and saved.info[key] != start.get(key)]
-            if changed:
-                yield f"{path}: has another {', '.join(changed)} than the start that saved it"
+            changes = [_changed_since(saved, run, start) for start in run.starts if start["step"] <= step]
+            earlier = sum(start["step"] < step for start in run.starts)  # a start may save its first step again
+            if earlier and all(changes):
+                yield f"{path}: the start that saved it has another {'; '.join(changes[earlier - 1])}"
             if step not in recorded:
                 yield f"{path}: no record has this checkpoint; if the run was killed while it was saved, resume it"
             elif sha256(path / MANIFEST) != recorded[step]:
                 yield f"{path}: is not the checkpoint that the run has written at step {step}"
             yield from foreign_files(path)
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             yield str(error)
     due, kept = _expected_checkpoints(run)
     yield from (f"checkpoint of step {step}: was due, but has no record" for step in sorted(due - recorded.keys()))
     set_aside = {int(match[1]) for path in run.folder.glob("checkpoints/*") if (match := _SET_ASIDE.match(path.name))}
     for step in sorted(kept - run.checkpoints.keys() - set_aside):
         yield f"checkpoint of step {step}: is missing, expected by the settings checkpoint.keep_*"
+
+
+def _changed_since(saved: Checkpoint, run: RecordedRun, start: Record) -> list[str]:
+    """Return in what the record of a start differs from a checkpoint."""
+    keys = [key for key in PROVENANCE if key in saved.info and saved.info[key] != start.get(key)]
+    recorded = RecordedRun(run.folder, [start]).config_after(start["step"])
+    configs = load_config(saved.file(CONFIG_NAME), may_extend=False), recorded
+    return keys + diff_configs(*(dump(with_absolute_paths(config)) for config in configs))
 
 
 def foreign_files(path: Path) -> Iterator[str]:

@@ -250,13 +250,13 @@ def swap_checkpoints(run: Path, store: Path, rng: random.Random) -> str:
     first.rename(other)
     second.rename(first)
     other.rename(second)
-    return f"{first.name}: is not the checkpoint"
+    return f"{first.name}: is the checkpoint of step {int(second.name[5:])}"
 
 
 def copy_checkpoint(run: Path, store: Path, rng: random.Random) -> str:
     """A checkpoint of the run, presented as one of a step that has none."""
     shutil.copytree(rng.choice(checkpoints(run)), run / "checkpoints" / "step-00000007")
-    return "step-00000007: no record"
+    return "step-00000007: is the checkpoint of step"
 
 
 def change_recorded_setting(run: Path, store: Path, rng: random.Random) -> str:
@@ -269,7 +269,7 @@ def change_recorded_setting(run: Path, store: Path, rng: random.Random) -> str:
     write_records(run, records)
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("lr: 0.003", f"lr: {new!r}"))
-    return "optim/lr"
+    return "the start that saved it has another optim.lr"
 
 
 FOUND_BY_HASHES: dict[str, Tampering] = {
@@ -284,6 +284,7 @@ FOUND_BY_HASHES: dict[str, Tampering] = {
     "swapped checkpoints": swap_checkpoints,
     "checkpoint of no step": copy_checkpoint,
     "removed record": remove_record,
+    "recorded setting": change_recorded_setting,
     "shortened record": shorten_record,
     "forged record": forge_record,
     "changed reports": change_json,
@@ -297,7 +298,6 @@ FOUND_BY_HASHES: dict[str, Tampering] = {
 FOUND_BY_RECOMPUTATION: dict[str, Tampering] = {
     "metric": change_metric,
     "gradient norm": change_norm,
-    "setting": change_recorded_setting,
     "sample": lambda run, store, rng: change_sample(run, store, rng, rehash=True),
     "weight": lambda run, store, rng: change_weight(run, rng, rehash=True),
     "weight of NaN": lambda run, store, rng: change_weight(run, rng, rehash=True, by=math.nan),

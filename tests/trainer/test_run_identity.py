@@ -53,6 +53,15 @@ def test_files_of_another_run(foreign: str, stopped: Path, tmp_path: Path, capsy
     assert len(starts) == 2 and len(saved) == 3 and len({*starts, *saved}) == 1
 
 
+def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(stopped: Path, tmp_path: Path) -> None:
+    shutil.copytree(stopped / "a", tmp_path / "a")
+    folder = tmp_path / "a/checkpoints"
+    (folder / "step-00000002").rename(folder / "step-00000005")
+    assert train.main([*arguments(stopped, tmp_path, "a"), "--stop-at", "5"]) == 75
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"damaged-step-00000005", "step-00000004", "step-00000005"}
+
+
 def test_starts_that_stay_possible(stopped: Path, tmp_path: Path) -> None:
     """Another run by `resume`, records that are lost, and a start over are runs with one identity each."""
     ids = {}
