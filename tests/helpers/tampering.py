@@ -175,7 +175,7 @@ def change_sample(run: Path, store: Path, rng: random.Random, kind: str = "", re
     write_records(run, records)
     report = json.loads((run / "startup.json").read_text())
     (run / "startup.json").write_text(json.dumps(report | {"data_manifest": identity}))
-    return "recomputed"
+    return "the start that saved it has another data_manifest"
 
 
 def change_sample_and_manifest(run: Path, store: Path, rng: random.Random) -> str:
@@ -285,6 +285,7 @@ FOUND_BY_HASHES: dict[str, Tampering] = {
     "checkpoint of no step": copy_checkpoint,
     "removed record": remove_record,
     "recorded setting": change_recorded_setting,
+    "sample and all hashes": lambda run, store, rng: change_sample(run, store, rng, rehash=True),
     "shortened record": shorten_record,
     "forged record": forge_record,
     "changed reports": change_json,
@@ -298,7 +299,6 @@ FOUND_BY_HASHES: dict[str, Tampering] = {
 FOUND_BY_RECOMPUTATION: dict[str, Tampering] = {
     "metric": change_metric,
     "gradient norm": change_norm,
-    "sample": lambda run, store, rng: change_sample(run, store, rng, rehash=True),
     "weight": lambda run, store, rng: change_weight(run, rng, rehash=True),
     "weight of NaN": lambda run, store, rng: change_weight(run, rng, rehash=True, by=math.nan),
     "infinite weight": lambda run, store, rng: change_weight(run, rng, rehash=True, by=-math.inf),
