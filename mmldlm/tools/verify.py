@@ -326,12 +326,9 @@ def _differences(name: str, recorded: Any, recomputed: Any) -> Iterator[Differen
 
 
 def _record_differences(run: RecordedRun, scratch: RecordedRun, begin: int, end: int) -> Iterator[Difference]:
-    def chosen(records: Sequence[Record]) -> dict[tuple[int, str, int], Record]:
-        places = defaultdict[tuple[int, str], list[Record]](list)
-        for record in records:
-            if begin < record["step"] <= end and record["kind"] in COMPARED_KINDS:
-                places[record["step"], record["kind"]].append(record)
-        return {(*place, number): record for place in places for number, record in enumerate(places[place])}
+    def chosen(records: Sequence[Record]) -> dict[tuple[int, str], Record]:
+        between = (record for record in records if begin < record["step"] <= end)
+        return {(record["step"], record["kind"]): record for record in between if record["kind"] in COMPARED_KINDS}
 
     recorded, recomputed = chosen(run.records), chosen(scratch.records)
     for place in sorted({*recorded, *recomputed}):

@@ -129,31 +129,26 @@ def recorded(folder: Path, config: Path, *starts: tuple[int, list[str]], **repor
 
 
 @pytest.mark.parametrize(
-    ("starts", "expected"),
+    ("setting", "expected"),
     [
-        (
-            [["run.seed=7"], []],
-            ["steps? 1 to 30 not paired because run.seed is 3 and 7", "from step 31 on paired: the same"],
-        ),
-        ([["data.window=16"], []], ["1 to 30 not paired because data.window", "from step 31 on paired"]),
-        (
-            [["train.global_batch_size=4"], []],
-            ["not paired because train.global_batch_size", "31 on not paired because of an"],
-        ),
-        ([["data.skip_samples=[own:3]"], []], ["not paired because data.skip_samples"]),
-        ([["optim.lr=1e-3"], []], ["^paired: the same samples"]),
+        ("run.seed=7", ["step 1 to 30 not paired because run.seed is 3 and 7", "from step 31 on paired: the same"]),
+        ("data.window=16", ["1 to 30 not paired because data.window", "from step 31 on paired"]),
+        ("train.global_batch_size=4", ["not paired because train.global", "31 on not paired because of an"]),
+        ("data.skip_samples=[own:3]", ["not paired because data.skip_samples"]),
+        ("optim.lr=1e-3", ["^paired: the same samples"]),
     ],
 )
 def test_runs_are_judged_by_all_of_their_starts(
-    starts: list[list[str]], expected: list[str], tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    setting: str, expected: list[str], tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The second run had another setting in its first 30 of 40 steps."""
     first = recorded(tmp_path / "a", tiny_config, (0, []))
-    second = recorded(tmp_path / "b", tiny_config, *zip((0, 30), starts, strict=True))
+    second = recorded(tmp_path / "b", tiny_config, (0, [setting]), (30, []))
     line = pairing(first.history, second.history)
     assert all(re.search(part, line) for part in expected), line
     assert line.startswith("paired") == (expected[-1][0] == "^")
     # It is said what has changed, and the two are no runs of one config, or not of one seed.
-    key = starts[0][0].partition("=")[0]
+    key = setting.partition("=")[0]
     assert compare.main([str(first.path), str(second.path)]) == 0
     assert re.search(rf"b: changed after step 30: .*{key} .* -> ", capsys.readouterr().out)
     groups = group_runs([first, second], first)
@@ -171,11 +166,8 @@ def test_other_environments_are_named(tiny_config: Path, tmp_path: Path) -> None
             ("c", 4, {"torch": "2.14", "code": "c"}, {}),
         )
     )
-    line = pairing(first.history, others[0].history)
-    assert line.startswith("paired: the same") and all(
-        part in line
-        for part in ("versions.torch 2.12 and 2.13", "versions.code c and d", "world_size 1 and 2", "x and y")
-    )
+    line, parts = pairing(first.history, others[0].history), ("torch 2.12 and 2.13", "code c and d", "x and y")
+    assert line.startswith("paired: the same") and all(part in line for part in (*parts, "world_size 1 and 2"))
     # Of a group all runs count, not the first alone.
     (group,) = group_runs([first, others[1]], first)
     assert setting_differences([group]) == {"start-up: versions.torch": ["2.12 and 2.14"]}
