@@ -16,15 +16,13 @@ from tests.helpers.metrics import read_metrics
 from tests.helpers.tiny_config import TINY
 from tests.helpers.user_errors import assert_user_error
 
-RUNS = {"a": 0, "b": 7}  # seeds
-
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
     """Two runs of one config and other seeds, which were stopped after 4 of 6 steps, with checkpoints at 2 and 4."""
     folder = tmp_path_factory.mktemp("stopped")
     (folder / "config.yaml").write_text(TINY.format(run=folder / "run", store=tiny_store))
-    for name, seed in RUNS.items():
+    for name, seed in (("a", 0), ("b", 7)):
         assert train.main([*arguments(folder, folder, name), f"run.seed={seed}", "--stop-at", "4"]) == 75
     return folder
 
@@ -36,7 +34,7 @@ def arguments(config_in: Path, runs_in: Path, name: str) -> list[str]:
 
 @pytest.mark.parametrize("foreign", ["checkpoints", "checkpoints/step-00000004", "metrics.jsonl"])
 def test_files_of_another_run(foreign: str, stopped: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in RUNS:
+    for name in "ab":
         shutil.copytree(stopped / name, tmp_path / name)
     (tmp_path / "a" / foreign).rename(tmp_path / "own")
     (tmp_path / "b" / foreign).rename(tmp_path / "a" / foreign)
@@ -58,8 +56,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_set_aside(stopped: Path,
     folder = tmp_path / "a/checkpoints"
     (folder / "step-00000002").rename(folder / "step-00000005")
     assert train.main([*arguments(stopped, tmp_path, "a"), "--stop-at", "5"]) == 75
-    names = {path.name for path in folder.iterdir()}
-    assert names == {"damaged-step-00000005", "step-00000004", "step-00000005"}
+    assert {path.name for path in folder.iterdir()} == {"damaged-step-00000005", "step-00000004", "step-00000005"}
 
 
 def test_starts_that_stay_possible(stopped: Path, tmp_path: Path) -> None:

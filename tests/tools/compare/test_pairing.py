@@ -118,10 +118,9 @@ def recorded(folder: Path, config: Path, *starts: tuple[int, list[str]], **repor
     """A run of 40 steps with these starts, after a step and with settings that replace the config's."""
     records: list[dict[str, Any]] = []
     report = {"world_size": 1, "ranks": [{"host": "h", "pid": 1, "processor": "x"}], "data_manifest": "m", **report}
-    for number, (begin, settings) in enumerate(starts):
-        values = dump(load_config(config, settings))
-        records.append({"kind": "resume" if number else "start", "step": begin, "config": values, **report})
-        end = 40 if number + 1 == len(starts) else starts[number + 1][0]
+    for (begin, settings), end in zip(starts, [*(begin for begin, _ in starts[1:]), 40], strict=True):
+        kind, values = "resume" if records else "start", dump(load_config(config, settings))
+        records.append({"kind": kind, "step": begin, "config": values, **report})
         records += [{"kind": "train", "step": step, "loss/total": 1.0} for step in range(begin + 1, end + 1)]
     write_lines(folder, records)
     write_config(load_config(config, settings), folder)
