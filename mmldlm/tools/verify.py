@@ -80,6 +80,7 @@ def unchecked(run: RecordedRun) -> Iterator[str]:
     for (*_, has_ended), (start, *_) in pairwise(sessions):
         if not has_ended:
             yield f"which older checkpoints there were at step {start['step']}, where the run went on after no end"
+    yield from (f"the checkpoint of step {record['step']}, which has no record" for record in _unrecorded(run))
     if any(config.checkpoint.mirror for _, config, *_ in sessions):
         yield "which checkpoints there must be, as some may be in checkpoint.mirror alone"
     if any(record["kind"] == "scalars" for record in run.records):
@@ -200,9 +201,9 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
             earlier = sum(start["step"] < step for start in run.starts)  # a start may save its first step again
             if earlier and all(changes):
                 yield f"{path}: the start that saved it has another {'; '.join(changes[earlier - 1])}"
-            if step not in recorded:
+            if step not in (*recorded, *(record["step"] for record in _unrecorded(run))):
                 yield f"{path}: no record has this checkpoint; if the run was killed while it was saved, resume it"
-            elif sha256(path / MANIFEST) != recorded[step]:
+            elif sha256(path / MANIFEST) != recorded.get(step, sha256(path / MANIFEST)):
                 yield f"{path}: is not the checkpoint that the run has written at step {step}"
             yield from foreign_files(path)
         except (ConfigError, DataError) as error:
@@ -212,6 +213,14 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
     set_aside = {int(match[1]) for path in run.folder.glob("checkpoints/*") if (match := _SET_ASIDE.match(path.name))}
     for step in sorted(kept - run.checkpoints.keys() - set_aside):
         yield f"checkpoint of step {step}: is missing, expected by the settings checkpoint.keep_*"
+
+
+def _unrecorded(run: RecordedRun) -> list[Record]:
+    """Return a record of the newest checkpoint, if a kill may have come between its save and its record."""
+    newest, known = max(run.checkpoints, default=0), {run.starts[0]["step"]}
+    known |= {one["step"] for one in run.records if one["kind"] == "checkpoint" or one.get("resumed_from")}
+    may_be = run.records[-1]["kind"] != "end" and max(known) < newest <= run.last_step
+    return [{"kind": "checkpoint", "step": newest}] if may_be else []
 
 
 def _changed_since(saved: Checkpoint, run: RecordedRun, start: Record) -> list[str]:
@@ -243,7 +252,7 @@ def _expected_checkpoints(run: RecordedRun) -> tuple[set[int], set[int]]:
             kept = set(filter(policy.is_permanent, kept))
         if start.get("resumed_from") and config.resume == "auto":
             kept.add(begin)
-        for record in run.records:
+        for record in (*run.records, *_unrecorded(run)):
             step, loss = record["step"], record.get("validation/total", math.nan)
             if record["kind"] == "validation" and begin < step <= last and math.isfinite(loss):
                 best = sorted([*best, loss])[: max(1, settings.keep_best)]

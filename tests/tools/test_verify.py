@@ -106,6 +106,16 @@ def test_recomputation_finds(name: str, copies: Copies, capsys: pytest.CaptureFi
     assert expected in verified(capsys, run, "--all", code=65)
 
 
+def test_a_kill_between_a_save_and_its_record(copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = copies()
+    write_records(
+        run, [one for one in read_records(run) if one["step"] < 8 or one["kind"] not in ("checkpoint", "end")]
+    )
+    (run / "exit.json").unlink()
+    (run / "run.lock").write_text("{}")
+    assert "not checked: the checkpoint of step 8" in verified(capsys, run)
+
+
 @pytest.mark.parametrize(
     "settings",
     [
