@@ -215,6 +215,10 @@ class CheckpointConfig:
         if min(self.keep_steps, default=1) < 1:
             raise ValueError(f"keep_steps: expected steps from 1 on, found {min(self.keep_steps)}")
 
+    def is_due(self, step: int) -> bool:
+        """Return whether the settings demand a checkpoint after `step`."""
+        return bool(self.every_steps and step % self.every_steps == 0) or self.retention.is_permanent(step)
+
     @property
     def retention(self) -> Retention:
         """The `keep_*` settings as a retention policy."""

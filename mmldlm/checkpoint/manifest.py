@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmldlm.checkpoint.names import MANIFEST
+from mmldlm.checkpoint.names import MANIFEST, step_and_revision
 from mmldlm.checkpoint.slices import TensorGroup
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo, sha256
@@ -67,6 +67,8 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
     """
     try:
         body = _read(folder / MANIFEST)
+        if (named := step_and_revision(folder.name)) and named[0] != body["step"]:
+            raise DataError(f"{folder}: is the checkpoint of step {body['step']}, expected that of its name")
         files = {name: entry["bytes"] for name, entry in body["files"].items()}
         for name, expected in files.items():
             check_name(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -96,6 +97,15 @@ def clean_name(name: str) -> str:
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return parameters (tied ones once) and persistent buffers by clean name, detached but not copied."""
     return {name: tensor.detach() for name, tensor in _model_tensors(model)}
+
+
+def weights_hash(model: Any) -> str:
+    """Return the SHA-256 of names, types, shapes and bytes of a model's parameters and persistent buffers."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(model_state(model).items()):
+        digest.update(f"{name} {_describe(tensor)}\n".encode())
+        digest.update(tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def check_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoint.state import weights_hash
 from mmldlm.diffusion.noise import Mode
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
@@ -16,7 +19,35 @@ from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of
 from mmldlm.evaluation.sts import read_pairs, sts_metrics, tokenize_sentences
 from mmldlm.evaluation.t2l import latent_metrics
 from mmldlm.run.load import LoadedRun
+from mmldlm.settings.declaration import dump
+from mmldlm.utils.files import sha256
 from mmldlm.utils.progress import Progress
+
+
+def provenance(
+    run: LoadedRun,
+    config: EvaluationConfig,
+    modes: Sequence[Mode] | None = None,
+    sts: Path | None = None,
+) -> dict[str, Any]:
+    """Return what the figures of `evaluate` with these arguments are of, by hashes: weights, data and options.
+
+    Figures with another provenance are never taken for those of these arguments.
+    """
+    options = {
+        **asdict(config),
+        "modes": list(modes or run.config.trained_modes),
+        **{key: value for key, value in dump(run.config).items() if key in ("sampling", "precision", "attention")},
+        "sts": sha256(sts) if sts else None,
+    }
+    return {
+        "step": run.step,
+        "weights": run.weights,
+        "weights_sha256": weights_hash(run.model),
+        "run_id": run.info.get("run_id"),
+        "data_manifest": run.store.identity,
+        "options_sha256": hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest(),
+    }
 
 
 def evaluate(
@@ -51,8 +82,7 @@ def evaluate(
         pairs = read_pairs(sts) if sts else []
         tokenize_sentences(evaluation, pairs)
     result: dict[str, Any] = {
-        "step": run.step,
-        "weights": run.weights,
+        **provenance(run, config, modes, sts),
         **asdict(config),
         "documents": len(evaluation.ids),
         "modes_trained": list(trained),

@@ -6,7 +6,7 @@
     latents.json       mean and scale of the latents
     tokenizer/         as transformers' AutoTokenizer reads it
     data/              the encoder, or the name of the one that computed the latents, and sizes of the data
-    evaluation.json    figures of `mmldlm evaluate`, if it measured these weights
+    evaluation.json    figures of `mmldlm evaluate`, if it measured these weights on the data of their run
     README.md          the model card
 
 It has the form of a checkpoint, so that what reads checkpoints also reads, verifies and refuses bundles.
@@ -23,7 +23,7 @@ from torch import nn
 
 from mmldlm.checkpoint.manifest import MANIFEST, write_checkpoint_manifest
 from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
-from mmldlm.checkpoint.state import model_state
+from mmldlm.checkpoint.state import model_state, weights_hash
 from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.config import RunConfig
 from mmldlm.data.writer import write_description
@@ -117,10 +117,13 @@ def portable(config: RunConfig) -> RunConfig:
 
 
 def matching_evaluation(run: LoadedRun) -> dict[str, Any] | None:
-    """Return the content of the run's `evaluation.json`; None if there is none of this step and these weights."""
+    """Return the content of the run's `evaluation.json`; None unless it is of these weights and their data."""
     path = run.folder / EVALUATION_NAME
     evaluation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    same = evaluation.get("step") == run.step and evaluation.get("weights") == run.weights
+    if not evaluation:
+        return None
+    expected = {"step": run.step, "weights": run.weights, "data_manifest": run.info.get("data_manifest")}
+    same = expected.items() <= evaluation.items() and evaluation.get("weights_sha256") == weights_hash(run.model)
     return evaluation if same else None
 
 

@@ -22,6 +22,8 @@ from mmldlm.utils.short_repr import display_name, short_repr
 RENAMED: dict[str, tuple[str, str]] = {"sampling.lengths": ("sampling.tried_lengths", "0.2.0")}
 # By the key: the value that equals what this version does, and what to use instead.
 REMOVED: dict[str, tuple[Any, str]] = {}
+# By the key of a setting since 0.1.0: the value that equals what earlier versions did, where that is not the default.
+ADDED: dict[str, Any] = {"validation.first": 0}
 # By a command, with its first word or an option of it.
 REMOVED_WORDS = {
     "plan": "use `mmldlm train CONFIG --dry-run --gpus 8x80GB`, which has the memory of each engine",
@@ -52,6 +54,9 @@ def current(tree: Any, source: str, is_record: bool = False) -> Any:
             setting of the network than the one by which this version behaves.
     """
     tree = copy.deepcopy(tree)
+    for key, value in ADDED.items() if is_record else ():
+        if group := _group(tree, key):  # a record has all settings of its version
+            group.setdefault(key.rpartition(".")[2], value)
     for old in (*RENAMED, *REMOVED):
         group, name = _group(tree, old), old.rpartition(".")[2]
         if name in group:

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -84,6 +85,13 @@ class MetricsFile:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def recorded_run_id(path: Path) -> str | None:
+    """Return the identity of the run by the latest start in a metrics file; None without one, as in 0.1.0."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    ids = (re.search(rb'^{"kind": "(?:start|resume)".*?"run_id": "(\w+)"', line) for line in reversed(lines))
+    return next((found[1].decode() for found in ids if found), None)
 
 
 def _drop_after(path: Path, step: int) -> None:

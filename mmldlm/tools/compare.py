@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mmldlm.errors import ExitCode, UsageError
 from mmldlm.tools.report.comparison import Comparison, RunGroup, group_runs
-from mmldlm.tools.report.paired import Difference, pairing
+from mmldlm.tools.report.paired import Difference, changes, pairing
 from mmldlm.tools.report.run_summary import RunSummary
 from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.printable import printable
@@ -21,7 +21,8 @@ def table_lines(comparison: Comparison) -> list[str]:
     for a, b in comparison.pairs:
         rows = comparison.over_records((a, b))
         last = f"mean over the records up to step {rows[0].steps[-1]:,}" if rows else "no common records"
-        lines += [f"A {a.path}, B {b.path}: {last}", pairing(a.history, b.history), *_table(rows)]
+        lines += [f"A {a.path}, B {b.path}: {last}", pairing(a.history, b.history)]
+        lines += [*changes(a.history), *changes(b.history), *_table(rows)]
     if comparison.is_over_seeds and (rows := comparison.over_seeds):
         lines += [f"final values, mean over {len(rows[0].steps)} {rows[0].unit}", *_table(rows)]
     return [*lines, comparison.conclusion]

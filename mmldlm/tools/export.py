@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     save_bundle(run, out, description)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     if (run.folder / EVALUATION_NAME).is_file() and matching_evaluation(run) is None:
-        print(printable(f"{run.folder / EVALUATION_NAME}: is not of {run}, so the model card has no figures"))
+        print(printable(f"{run.folder / EVALUATION_NAME}: is not of these weights, so the model card has no figures"))
     next_step = f"mmldlm sample {out} --text ..., or mmldlm.load({str(out)!r})"
     print(printable(f"{out}: {run}, {size / 2**20:.1f} MiB; {next_step}"))
     return 0

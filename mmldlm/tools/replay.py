@@ -146,7 +146,7 @@ def _replay_config(config: RunConfig, checkpoint: Path | None, scratch: Path) ->
         data=replace(config.data, verify="full" if config.data.max_bad_samples else "sizes"),
         checkpoint=CheckpointConfig(every_steps=0, keep_best=config.checkpoint.keep_best, async_=False),
         validation=replace(config.validation, text_samples=0),
-        log=replace(config.log, trackers=[], tensorboard=False),
+        log=replace(config.log, trackers=[]),  # some validations of a run with TensorBoard measure more
         profile=ProfileConfig(),
     )
 

@@ -9,6 +9,7 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
 from operator import itemgetter
@@ -24,6 +25,11 @@ from mmldlm.tools.records import ExitReport, Lock, Record, StartupReport, check_
 from mmldlm.utils.format import human_duration
 from mmldlm.utils.nested import flatten
 
+# Keys of the start-up report that influence a run besides its config.
+_ENVIRONMENT_KEYS = (
+    *("engine", "sharding", "world_size", "nodes", "optimizer", "attention", "compile"),
+    *("git", "data_manifest", "versions"),
+)
 CURVE_KINDS = ("train", "validation", "scalars")  # kinds of records that are points of curves
 RECENT_RECORDS = 50  # training records from which typical values are computed
 
@@ -40,6 +46,22 @@ class Series(NamedTuple):
 
     steps: list[int]
     values: list[float]
+
+
+class Start(NamedTuple):
+    """A start of a run, after `step` steps, with its config by dotted key, and its start-up report."""
+
+    step: int
+    config: Mapping[str, Any]
+    report: Mapping[str, Any]
+
+    @property
+    def environment(self) -> dict[str, Any]:
+        """What influences a run besides its config, by dotted key."""
+        processors = {str(rank["processor"]) for rank in self.report.get("ranks", ()) if "processor" in rank}
+        values = {key: self.report[key] for key in _ENVIRONMENT_KEYS if key in self.report}
+        values |= {"processor": " and ".join(sorted(processors))} if processors else {}
+        return {key: value for key, value in flatten(values).items() if isinstance(value, str | int)}
 
 
 class MetricsReader:
@@ -242,7 +264,7 @@ class History(MetricsReader):
 
     def refresh(self) -> bool:
         """Read the folder again and return whether there are new records."""
-        for name in ("config", "startup"):  # of a new start
+        for name in ("config", "startup", "starts"):  # of a new start
             self.__dict__.pop(name, None)
         # Records are read last: a process that has ended has written all of them, so an end is never seen without them.
         self.exits = read_exits(self.run_dir)
@@ -253,7 +275,7 @@ class History(MetricsReader):
             self._last_change_at = time.time()
         if (self._is_gone or not self.processes) and not self.exits:  # it may have ended since the first look
             self.exits = read_exits(self.run_dir)
-        self._lock_was_released = _lock_was_released(self.run_dir)
+        self._lock_was_released = lock_was_released(self.run_dir)
         return has_news
 
     @property
@@ -275,6 +297,16 @@ class History(MetricsReader):
         """The start-up report of the latest start that has written one; empty without one."""
         report = read_model(self.run_dir / "startup.json", StartupReport)
         return report.model_dump(exclude_unset=True) if report else {}
+
+    @cached_property
+    def starts(self) -> list[Start]:
+        """The starts that the run's steps come from, in order; by its files if the records have no configs."""
+        starts = dict[int, Start]()
+        for record in (*self.by_kind("start"), *self.by_kind("resume")):
+            with suppress(ConfigError):  # of another version
+                if config := record.get("config"):
+                    starts[record["step"]] = Start(record["step"], flatten(current(config, "", is_record=True)), record)
+        return [*starts.values()] or [Start(0, self.config, self.startup)]
 
     def _read_processes(self) -> list[RankProcess]:
         """Return the processes of all ranks if the start-up report is of the lock owner's start, else only the owner.
@@ -330,7 +362,7 @@ def read_exits(run_dir: Path) -> list[ExitReport]:
     return [report for path in paths if (report := read_model(path, ExitReport)) is not None]
 
 
-def _lock_was_released(run_dir: Path) -> bool:
+def lock_was_released(run_dir: Path) -> bool:
     """Return whether the run's lock was released, as at every end but a kill; False without a lock file."""
     try:
         info = (run_dir / "run.lock").stat()

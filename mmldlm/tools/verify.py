@@ -11,24 +11,31 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoint.manifest import MANIFEST, verify_checkpoint
-from mmldlm.config import CONFIG_NAME, diff_configs, load_config, split_arguments, with_absolute_paths
+from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, read_manifest, verify_checkpoint
+from mmldlm.config import CONFIG_NAME, RunConfig, diff_configs, load_config, split_arguments, with_absolute_paths
 from mmldlm.data.mixture import open_data
 from mmldlm.data.verify import verify_part
 from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, DataError, ExitCode, UsageError, exit_process, run_command
+from mmldlm.run.load import BUNDLE_CONFIG
 from mmldlm.settings.declaration import dump
 from mmldlm.tools.checkpoints import diff_checkpoints
-from mmldlm.tools.records import Record, read_json
+from mmldlm.tools.records import Record, check_record, read_json
 from mmldlm.tools.replay import RecordedRun, advance, replay
-from mmldlm.tools.runs import read_exits
+from mmldlm.tools.runs import lock_was_released, read_exits
+from mmldlm.trainer.branches import REWINDS_FILE
+from mmldlm.trainer.checkpointer import PROVENANCE
 from mmldlm.trainer.consistency import code_hash
+from mmldlm.trainer.step_guard import SKIPS_FILE
 from mmldlm.utils.files import sha256
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
@@ -39,7 +46,8 @@ Difference = tuple[float, str]  # of a recorded and a recomputed value: relative
 # rounded otherwise, which AdamW amplifies. A step differs by 1e-6; see docs/checkpoints.md.
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
 MAX_PRINTED = 30  # problems
-COMPARED_KINDS = ("train", "validation", "quality", "scalars", "skip")
+_SET_ASIDE = re.compile(r"(?:damaged|superseded)-step-(\d+)")
+COMPARED_KINDS = ("train", "validation", "quality", "skip")  # "scalars" are of callbacks, which a replay does not have
 # Speeds, times, memory and micro-batches are not part of the result.
 COMPARED_GROUPS = ("loss", "optim", "validation", "quality", "health", "weights", "reason")
 COMPARED_KEYS = ("data/tokens", "data/tokens_per_step", "data/epoch", "data/global_batch_size")
@@ -58,12 +66,25 @@ def check(run: RecordedRun, progress: Progress) -> Iterator[str]:
     """Yield a line about everything in the run folder and the store that is not as the run's records say."""
     yield from run.damaged
     yield from _check_config(run)
-    exits = [report for report in read_exits(run.folder) if report.is_clean]
-    last = run.records[-1]["kind"]
-    if exits and last != "end":
-        yield f"metrics.jsonl: the run has ended ({exits[0].cause}), but its last record is {last}, expected end"
+    yield from _check_end(run)
+    yield from _check_records(run)
     yield from _check_data(run)
     yield from _check_checkpoints(run, progress)
+
+
+def unchecked(run: RecordedRun) -> Iterator[str]:
+    """Yield what nothing in the run folder tells."""
+    sessions = _sessions(run)
+    if run.last_step != (total := sessions[-1][1].train.steps):
+        yield f"whether the run has gone on after step {run.last_step} of {total}"
+    for (*_, has_ended), (start, *_) in pairwise(sessions):
+        if not has_ended:
+            yield f"which older checkpoints there were at step {start['step']}, where the run went on after no end"
+    yield from (f"the checkpoint of step {record['step']}, which has no record" for record in _unrecorded(run))
+    if any(config.checkpoint.mirror for _, config, *_ in sessions):
+        yield "which checkpoints there must be, as some may be in checkpoint.mirror alone"
+    if any(record["kind"] == "scalars" for record in run.records):
+        yield "records of kind scalars, which are of callbacks"
 
 
 def _check_config(run: RecordedRun) -> Iterator[str]:
@@ -73,8 +94,77 @@ def _check_config(run: RecordedRun) -> Iterator[str]:
     except ConfigError as error:
         yield str(error)
         return
+    if run.starts[-1].get("total_steps") != recorded.train.steps:
+        yield f"metrics.jsonl: total_steps of the latest start: expected its train.steps, {recorded.train.steps}"
     lines = diff_configs(*(dump(with_absolute_paths(config)) for config in configs))
     yield from (f"{CONFIG_NAME}: changed since the start: {line}" for line in lines if not line.startswith("run.dir:"))
+
+
+def _check_end(run: RecordedRun) -> Iterator[str]:
+    """Yield where `exit.json` and `startup.json`, which every run writes, differ from the records."""
+    start, report = run.starts[-1], read_json(run.folder / "startup.json")
+    only_recorded = {"kind", "step", "time", "nonfinite", "total_steps", "samples", "resumed_from", "config"}
+    changed = [key for key in sorted(report.keys() | start.keys() - only_recorded) if report.get(key) != start.get(key)]
+    if changed:
+        yield f"startup.json: {', '.join(changed)}: expected what the record of the latest start has"
+    last, end = run.records[-1], next(iter(read_exits(run.folder)), None)
+    reason = last.get("stopped_by")
+    code, cause = (ExitCode.STOPPED, f"stopped by {reason} after") if reason else (ExitCode.DONE, "finished")
+    if end is None:
+        if lock_was_released(run.folder) and not (run.folder / REWINDS_FILE).exists():  # a rewind releases it, too
+            yield "exit.json: is missing, but the run has released its lock, expected the report of its end"
+    elif not end.is_clean:
+        return  # it may be of a start that failed before it had records
+    elif last["kind"] != "end":
+        yield f"metrics.jsonl: the run has ended ({end.cause}), its last record is {last['kind']}, expected end"
+    elif (end.code, end.step) != (code, last["step"]) or not end.cause.startswith(cause) or end.time < last["time"] - 1:
+        yield f"exit.json: expected code {int(code)}, step {last['step']}, {cause} ..., written after the records"
+
+
+def _sessions(run: RecordedRun) -> list[tuple[Record, RunConfig, int, bool]]:
+    """Return each start, its config, the last step of its own, and whether it ended there: finished, or stopped.
+
+    That step is the one of the next start, or the last one with a record.
+    """
+    places = {one["step"]: place for place, one in enumerate(run.records) if one["kind"] in ("start", "resume")}
+    stops = [*[*places.items()][1:], (run.last_step, len(run.records))]
+    return [
+        (run.records[place], run.config_after(begin), last, run.records[stop - 1]["kind"] == "end")
+        for (begin, place), (last, stop) in zip(places.items(), stops, strict=True)
+    ]
+
+
+def _check_records(run: RecordedRun) -> Iterator[str]:
+    """Yield records that are missing, or too many, by the config of their start, and skipped steps without samples."""
+    found, expected = defaultdict[tuple[int, str], list[int]](list), dict[tuple[int, str], list[int]]()
+    for record in run.records:
+        if record["kind"] in ("train", "validation", "quality"):
+            found[record["step"], record["kind"]].append(len(record.get("grad_norms", [])))
+    skips = [(record["step"], record.get("reason")) for record in run.records if record["kind"] == "skip"]
+    skipped = {step for step, _ in skips}
+    for start, config, last, has_ended in _sessions(run):
+        since, quality_every = start["step"], config.validation.quality_every
+        for step in range(since + 1, last + 1):
+            validates = config.validation_due(step, start["samples"]["train"])
+            due = {"validation": validates, "quality": config.train.is_due(step, quality_every)}
+            norms = {(step, kind): [0] for kind in due if due[kind]}
+            if config.train.is_due(step, config.log.every) and not skipped.issuperset(range(since + 1, step + 1)):
+                norms[step, "train"], since = [step - since], step
+            is_sure = has_ended or step < last  # a kill may have come before a record of the last step
+            expected |= {place: numbers for place, numbers in norms.items() if is_sure or place in found}
+    for step, kind in sorted({*expected, *found}):
+        before, after = expected.get((step, kind), []), found[step, kind]
+        if before != after:
+            yield f"{kind} records of step {step}: expected {len(before)}, of {before} norms, found {after}"
+    path = run.folder / SKIPS_FILE
+    try:
+        lines = [check_record(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
+    except DataError as error:
+        yield f"{path.name}: {error}"
+        return
+    named = [(line["step"], line.get("reason")) for line in lines]
+    if skips not in (named, named if run.records[-1]["kind"] == "end" else named[:-1]):  # it is written there first
+        yield f"{path.name}: has {len(named)} skipped steps, expected the {len(skips)} of metrics.jsonl"
 
 
 def _check_data(run: RecordedRun) -> Iterator[str]:
@@ -94,6 +184,9 @@ def _check_data(run: RecordedRun) -> Iterator[str]:
 
 def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
     recorded: dict[int, str] = {}
+    for start in run.starts:
+        if start["step"] and not start.get("resumed_from"):
+            yield f"metrics.jsonl: the start after step {start['step']} is from no checkpoint"
     for record in run.records:
         source: Record = record if record["kind"] == "checkpoint" else record.get("resumed_from") or {}
         if "sha256" not in source:
@@ -104,13 +197,73 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
         recorded[step] = digest
     for step, path in progress.track(run.checkpoints.items(), "checkpoints", len(run.checkpoints)):
         try:
-            verify_checkpoint(path)
-            if step not in recorded:
+            saved = verify_checkpoint(path)
+            changes = [_changed_since(saved, run, start) for start in run.starts if start["step"] <= step]
+            earlier = sum(start["step"] < step for start in run.starts)  # a start may save its first step again
+            if earlier and all(changes):
+                yield f"{path}: the start that saved it has another {'; '.join(changes[earlier - 1])}"
+            if step not in (*recorded, *(record["step"] for record in _unrecorded(run))):
                 yield f"{path}: no record has this checkpoint; if the run was killed while it was saved, resume it"
-            elif sha256(path / MANIFEST) != recorded[step]:
+            elif sha256(path / MANIFEST) != recorded.get(step, sha256(path / MANIFEST)):
                 yield f"{path}: is not the checkpoint that the run has written at step {step}"
-        except DataError as error:
+            yield from foreign_files(path)
+        except (ConfigError, DataError) as error:
             yield str(error)
+    due, kept = _expected_checkpoints(run)
+    yield from (f"checkpoint of step {step}: was due, but has no record" for step in sorted(due - recorded.keys()))
+    set_aside = {int(match[1]) for path in run.folder.glob("checkpoints/*") if (match := _SET_ASIDE.match(path.name))}
+    for step in sorted(kept - run.checkpoints.keys() - set_aside):
+        yield f"checkpoint of step {step}: is missing, expected by the settings checkpoint.keep_*"
+
+
+def _unrecorded(run: RecordedRun) -> list[Record]:
+    """Return a record of the newest checkpoint, if a kill may have come between its save and its record."""
+    newest, known = max(run.checkpoints, default=0), {run.starts[0]["step"]}
+    known |= {one["step"] for one in run.records if one["kind"] == "checkpoint" or one.get("resumed_from")}
+    may_be = run.records[-1]["kind"] != "end" and max(known) < newest <= run.last_step
+    return [{"kind": "checkpoint", "step": newest}] if may_be else []
+
+
+def _changed_since(saved: Checkpoint, run: RecordedRun, start: Record) -> list[str]:
+    """Return in what the record of a start differs from a checkpoint."""
+    keys = [key for key in PROVENANCE if key in saved.info and saved.info[key] != start.get(key)]
+    recorded = RecordedRun(run.folder, [start]).config_after(start["step"])
+    configs = load_config(saved.file(CONFIG_NAME), may_extend=False), recorded
+    return keys + diff_configs(*(dump(with_absolute_paths(config)) for config in configs))
+
+
+def foreign_files(path: Path) -> Iterator[str]:
+    """Yield a line about each file in a checkpoint's folder that its manifest does not have."""
+    known = {MANIFEST, *read_manifest(path).get("files", ())}
+    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
+    yield from (f"{path}: has the file {name}, which is not in its manifest" for name in names if name not in known)
+
+
+def _expected_checkpoints(run: RecordedRun) -> tuple[set[int], set[int]]:
+    """Return the steps that must have been saved, and those whose checkpoints must be there, by all configs."""
+    due, kept, losses, best = set[int](), set[int](), dict[int, float | None](), list[float]()
+    sessions, was_ended, metric = _sessions(run), False, ""
+    # A save is recorded before the next one is complete: only that of the last may have been lost by a kill.
+    newest = max((record["step"] for record in run.records if record["kind"] in ("checkpoint", "end")), default=0)
+    for start, config, last, has_ended in sessions:
+        settings, policy, begin = config.checkpoint, config.checkpoint.retention, start["step"]
+        before, metric = metric, config.judged_by if "first" in start["config"]["validation"] else "validation/total"
+        best = best if metric == before else []  # the first versions judged by the sum
+        due |= {step for step in range(begin + 1, min(last, newest) + 1) if settings.is_due(step)}
+        due |= {last} if has_ended else set()
+        if not was_ended:  # later steps, which are trained again, may have replaced what is not permanent
+            kept = set(filter(policy.is_permanent, kept))
+        if start.get("resumed_from") and config.resume == "auto":
+            kept.add(begin)
+        for record in (*run.records, *_unrecorded(run)):
+            step, loss = record["step"], record.get(metric, math.nan)
+            if record["kind"] == "validation" and begin < step <= last and math.isfinite(loss):
+                best = sorted([*best, loss])[: max(1, settings.keep_best)]
+                losses[step] = loss if loss in best[: settings.keep_best] else None
+            elif record["kind"] == "checkpoint" and begin < step <= last:
+                kept = policy.steps_to_keep(step, kept - {step}, {at: losses.get(at) for at in {*kept, step}})
+        was_ended = has_ended
+    return due, set() if any(config.checkpoint.mirror for _, config, *_ in sessions) else kept
 
 
 # --- what its steps give -------------------------------------------------------------------------------------------
@@ -156,6 +309,9 @@ def recompute(
         result = "bitwise the same" if is_exact else f"the same within {largest:.1e}"
         if problems:
             result = f"NOT the same within {tolerance:g}, by rounding or a change" if tolerance else "NOT the same"
+        for record in run.records:
+            if begin < record["step"] <= stop and len(record.get("grad_norms", [])) > record["step"] - begin:
+                result += f"; not compared: means of the record of step {record['step']}, which has earlier steps, too"
         yield f"steps {begin + 1} to {stop}: {result}", problems
 
 
@@ -248,8 +404,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_recomputed:
             raise UsageError(f"--all, --from, --to: expected a run folder, found the checkpoint {folder}")
         verify_checkpoint(folder)
-        print(printable(f"{folder}: verified"))
-        return ExitCode.DONE
+        foreign = [] if (folder / BUNDLE_CONFIG).is_file() else [*foreign_files(folder)]  # a bundle may get others
+        print(*map(printable, foreign or [f"{folder}: verified"]), sep="\n")
+        return ExitCode.DATA if foreign else ExitCode.DONE
     launch = read_launcher_env(os.environ, None, options.accelerate_config)
     recorded = RecordedRun.read(folder, overrides)
     begin, end = recorded.starts[0]["step"] + 1, recorded.last_step
@@ -266,6 +423,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines.append(f"{len(recorded.records)} records, {len(recorded.checkpoints)} checkpoints, config and data")
         if (codes := {str(start["versions"].get("code")) for start in recorded.starts}) != {code_hash()}:
             lines.append(f"the run's code has the hash {', '.join(sorted(codes))}, this one {code_hash()}")
+    lines += [f"not checked: {line}" for line in unchecked(recorded)]
     if recorded.damaged:
         lines.append("no step is computed again: there are damaged records")
     elif is_recomputed:

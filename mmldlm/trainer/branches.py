@@ -12,16 +12,29 @@ from typing import Any
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.config import CONFIG_NAME, RunConfig
-from mmldlm.utils.files import fsync
+from mmldlm.errors import DataError
+from mmldlm.utils.files import write_atomically
 
 REWINDS_FILE = "rewinds.jsonl"
 _BRANCH_FILES = ("metrics.jsonl", CONFIG_NAME, "startup.json")  # a run folder, to those who read curves
 
 
 def read_rewinds(run_dir: Path) -> list[dict[str, Any]]:
-    """Return the rewinds of a run, in order: {"before", "step", "samples", "branch"}."""
-    path = run_dir / REWINDS_FILE
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    """Return the rewinds of a run, in order: {"before", "step", "samples", "branch"}.
+
+    A last line that is torn is of a rewind that was interrupted and is left out; another is a `DataError`.
+    """
+    path, rewinds = run_dir / REWINDS_FILE, list[dict[str, Any]]()
+    lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rewinds.append({key: json.loads(line)[key] for key in ("before", "step", "samples", "branch")})
+        except (ValueError, LookupError, TypeError):
+            if number < len(lines) or line.endswith(b"\n"):
+                raise DataError(
+                    f"{path}, line {number}: is no rewind; expected before, step, samples, branch"
+                ) from None
+    return rewinds
 
 
 def with_rewinds(config: RunConfig) -> RunConfig:
@@ -51,7 +64,5 @@ def leave_branch(run_dir: Path, before: int, samples: Sequence[str]) -> dict[str
     step = 0 if newest is None else newest.step
     rewind = {"before": before, "step": step, "samples": [*samples], "branch": str(branch.relative_to(run_dir))}
     # Last: a kill before this line leaves a run that comes to the step again.
-    with (run_dir / REWINDS_FILE).open("a") as file:
-        file.write(json.dumps(rewind) + "\n")
-    fsync(run_dir / REWINDS_FILE)
+    write_atomically(run_dir / REWINDS_FILE, "".join(f"{json.dumps(line)}\n" for line in [*rewinds, rewind]))
     return rewind

@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = 64 * 2**20  # of page-locked memory
 ALIGNMENT = 64  # bytes, of a buffer
 REQUEST_POLL_INTERVAL_S = 1.0  # since a look-up on a network file system is slow
-PROVENANCE = ("engine", "world_size", "versions", "git", "data_manifest", "init")  # of the start-up report
+PROVENANCE = ("run_id", "engine", "world_size", "versions", "git", "data_manifest", "init")  # of the start-up report
 
 
 @dataclass(frozen=True)
@@ -108,8 +108,7 @@ class Checkpointer:
 
     def due(self, step: int) -> bool:
         """Return whether the settings demand a checkpoint after `step`; the same on every rank."""
-        settings = self.config.checkpoint
-        return bool(settings.every_steps and step % settings.every_steps == 0) or settings.retention.is_permanent(step)
+        return self.config.checkpoint.is_due(step)
 
     def save_requested(self) -> bool:
         """Return whether this process received SIGUSR1 or, on rank 0, the file `CHECKPOINT` exists or time is up."""

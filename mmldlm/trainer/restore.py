@@ -25,6 +25,7 @@ from mmldlm.run.compatibility import check_compatible, saved_ema, saved_latent_s
 from mmldlm.run.load import DESCRIPTION
 from mmldlm.run.warm_start import find_source, warm_start
 from mmldlm.settings.declaration import dump
+from mmldlm.telemetry.metrics import recorded_run_id
 from mmldlm.trainer.branches import REWINDS_FILE, read_rewinds, with_rewinds
 from mmldlm.trainer.setup import Components, with_latent_stats
 from mmldlm.trainer.step_guard import SKIPS_FILE
@@ -47,6 +48,7 @@ class RestoredRun:
     origin: Any = None  # what `init` gave the run at step 0, see `WarmStart`
     path: Path | None = None  # of the checkpoint
     mirror: Mirror | None = None  # copies of the checkpoints, on rank 0
+    run_id: str | None = None  # of the run that saved the checkpoint; 0.1.0 had none
 
 
 def restore_run(
@@ -104,7 +106,10 @@ def _open_start(
 
 
 def _choose(config: RunConfig, store: CheckpointStore, mirror: Mirror | None) -> Checkpoint | None:
-    """Return the verified checkpoint to start from, or None; `auto` sets damaged ones aside, and may fetch one."""
+    """Return the verified checkpoint to start from, or None; `auto` sets damaged ones aside, and may fetch one.
+
+    It is a `DataError` if `auto` finds records and checkpoint of two runs.
+    """
     resume, checkpoint, run_dir = config.resume, None, store.folder.parent
     if resume != "never":
         checkpoint = store.newest() if resume == "auto" else verify_checkpoint(Path(resume))
@@ -114,6 +119,12 @@ def _choose(config: RunConfig, store: CheckpointStore, mirror: Mirror | None) ->
         checkpoint = mirror.fetch_newer(checkpoint, is_chosen)
         if with_rewinds(config) != config:
             raise ConfigError(f"{run_dir}: has samples to leave out since it was fetched; run the command again")
+    recorded, saved = recorded_run_id(run_dir / METRICS), checkpoint and checkpoint.info.get("run_id")
+    if resume == "auto" and checkpoint is not None and recorded and saved and recorded != saved:
+        raise DataError(
+            f"{checkpoint.path}: is of the run {saved}, expected {recorded} as in {run_dir / METRICS}; move away what "
+            "is not of this run, or start from the other's checkpoint by resume: PATH in a new run.dir"
+        )
     if resume == "never":
         store.set_aside_after(-1)
         with suppress(FileNotFoundError):
@@ -159,7 +170,8 @@ def restore_checkpoint(checkpoint: Checkpoint, model: nn.Module, config: RunConf
         kept = ema.filter(_trained_names(model).__contains__)
         if num_new:
             notes.append("ema: the EMA of parameters that train from here on starts from their present values")
-    return RestoredRun(state, notes, latents, weights, moments, kept, checkpoint.info.get("init"), path)
+    info = checkpoint.info
+    return RestoredRun(state, notes, latents, weights, moments, kept, info.get("init"), path, None, info.get("run_id"))
 
 
 def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[TensorFiles, int]:

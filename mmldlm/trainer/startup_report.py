@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -28,6 +29,7 @@ from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
 from mmldlm.run.load import DESCRIPTION
 from mmldlm.settings.declaration import dump
+from mmldlm.telemetry.metrics import recorded_run_id
 from mmldlm.telemetry.resources import memory_limits
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.checkpointer import checkpoint_record
@@ -55,6 +57,10 @@ def open_records(
     threads_reason = choose_threads(state.threads) if engine.world_size == 1 else "the launcher's choice"
     state.threads = torch.get_num_threads()
     report = startup_report(engine, config, components, fingerprint, threads_reason) | {"init": restored.origin}
+    # Only rank 0 writes it, to its records and checkpoints.
+    recorded = recorded_run_id(run_dir / "metrics.jsonl") if config.resume != "never" else None
+    saved = restored.run_id if config.resume == "auto" else None
+    report["run_id"] = recorded or saved or uuid.uuid4().hex[:16]
     # A run that died before its first checkpoint resumes from step 0; its old records are dropped as well.
     resumed = config.resume != "never" and (run_dir / "metrics.jsonl").exists()
     outputs = config.log.tensorboard, config.log.trackers

@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -102,16 +103,22 @@ class Trainer:
         self.guard = self.log.guard
         end.own_records(self.log.fetch, self._finish_checkpoint)
         for callback in build_callbacks(config, self.components, engine, self.log, self.save):
-            self.callbacks.append(callback)
-            end.callback(callback.close)
+            self.add_callback(callback)
         for change in changes:
             self.tracker.event("micro_batch", self.state.step + 1, change)
         warm_up(engine, self.components)
+
+    def add_callback(self, callback: Callback) -> None:
+        """Call a callback in each step from now on, after those that are there, and close it at the end of the run."""
+        self.callbacks.append(callback)
+        self._end.callback(callback.close)
 
     # --- one optimizer step --------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
         """Yield the remaining steps, counted from 0, with this rank's micro-batches; save the run at the end."""
+        if self._is_at_stop:
+            self._stop(by_signal=False)
         batches = self.components.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
         self.log.start_interval()
         patience = self.config.train.stop_after_worse
@@ -225,12 +232,19 @@ class Trainer:
         # The last step's checkpoint is saved by `steps`, which also waits for it.
         if (checkpointer.due(state.step) or totals["save"]) and state.step < self.config.train.steps:
             self.save()
-        is_over = self.stop_at is not None and self.stop_at <= state.step < self.config.train.steps
-        if totals["stop"] or is_over:
-            self.save(wait=True)
-            name = self._signals.agree_to_stop() if totals["stop"] else f"--stop-at {self.stop_at}"
-            self.tracker.end(state.step, {"stopped_by": name})
-            raise StoppedBySignal(f"stopped by {name} after step {state.step}; saved, run the same command to resume")
+        if totals["stop"] or self._is_at_stop:
+            self._stop(by_signal=totals["stop"] > 0)
+
+    @property
+    def _is_at_stop(self) -> bool:
+        return self.stop_at is not None and self.stop_at <= self.state.step < self.config.train.steps
+
+    def _stop(self, by_signal: bool) -> NoReturn:
+        step = self.state.step
+        self.save(wait=True)
+        name = self._signals.agree_to_stop() if by_signal else f"--stop-at {self.stop_at}"
+        self.tracker.end(step, {"stopped_by": name})
+        raise StoppedBySignal(f"stopped by {name} after step {step}; saved, run the same command to resume")
 
     # --- checkpoints ---------------------------------------------------------------------------------------
 

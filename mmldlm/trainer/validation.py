@@ -64,7 +64,7 @@ class Validation(_Evaluation):
     def after_step(self, step: int) -> None:
         """Validate if it is due, and save a checkpoint if the loss is among the best (collective)."""
         config, components, engine, log = self.config, self.components, self.engine, self.log
-        if not config.validation_due(step, len(components.loader.order)):
+        if not config.validation_due(step, components.store.manifest.splits["train"].samples):
             return
         tracker, state = log.tracker, log.state
         with self.eval_mode("validation") as run:

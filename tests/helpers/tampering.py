@@ -53,7 +53,67 @@ def remove_record(run: Path, store: Path, rng: random.Random) -> str:
     records = read_records(run)
     removed = records.pop(rng.choice([place for place, record in enumerate(records) if record["kind"] == "train"]))
     write_records(run, records)
-    return f"train record of step {removed['step']}: only recomputed"
+    return f"train records of step {removed['step']}"
+
+
+def shorten_record(run: Path, store: Path, rng: random.Random) -> str:
+    """Half of a loss, in a record that claims to be about fewer steps."""
+    records = read_records(run)
+    record = rng.choice([record for record in records if record["kind"] == "train"])
+    record["loss/total"] /= 2
+    del record["grad_norms"][0]
+    write_records(run, records)
+    return f"train records of step {record['step']}"
+
+
+def forge_record(run: Path, store: Path, rng: random.Random) -> str:
+    """A better record before the true one, so that readers who take the last see nothing."""
+    records = read_records(run)
+    place = rng.choice([place for place, record in enumerate(records) if record["kind"] in ("train", "validation")])
+    group = {"train": "loss", "validation": "validation"}[records[place]["kind"]]
+    records.insert(place, {**records[place], f"{group}/total": 0.1})
+    write_records(run, records)
+    return f"{records[place]['kind']} records of step {records[place]['step']}"
+
+
+def change_json(run: Path, store: Path, rng: random.Random) -> str:
+    exits = {"code": 75, "step": 9, "cause": "stopped", "time": 1.0}
+    name, values = rng.choice([("exit.json", exits), ("startup.json", {"world_size": 64, "git": "x", "added": 1})])
+    key = rng.choice(sorted(values))
+    (run / name).write_text(json.dumps(json.loads((run / name).read_text()) | {key: values[key]}))
+    return f"{name}: "
+
+
+def add_file(run: Path, store: Path, rng: random.Random) -> str:
+    (rng.choice(checkpoints(run)) / "tokenizer" / "added.py").write_text("print()")
+    return "has the file tokenizer/added.py, which is not in its manifest"
+
+
+def remove_checkpoints(run: Path, store: Path, rng: random.Random) -> str:
+    for folder in checkpoints(run)[rng.randrange(2) :]:
+        shutil.rmtree(folder)
+    return "checkpoint of step 8: is missing"
+
+
+def remove_checkpoint_with_its_record(run: Path, store: Path, rng: random.Random) -> str:
+    shutil.rmtree(run / "checkpoints/step-00000008")
+    write_records(run, [one for one in read_records(run) if (one["kind"], one["step"]) != ("checkpoint", 8)])
+    return "checkpoint of step 8: was due, but has no record"
+
+
+def cut_run(run: Path, store: Path, rng: random.Random) -> str:
+    """The run ends after step 6: nothing later is left, the report of its end included."""
+    write_records(run, [record for record in read_records(run) if record["step"] <= 6])
+    shutil.rmtree(run / "checkpoints/step-00000008")
+    (run / "exit.json").unlink()
+    return "exit.json: is missing"
+
+
+def change_skips(run: Path, store: Path, rng: random.Random) -> str:
+    """A skip in the records alone, as where `skipped_steps.jsonl` was cut."""
+    records = read_records(run)
+    write_records(run, [*records[:-1], {"kind": "skip", "step": 5, "time": 1e9, "reason": "spike"}, records[-1]])
+    return "skipped_steps.jsonl: has "
 
 
 def damage_record(run: Path, store: Path, rng: random.Random) -> str:
@@ -109,7 +169,9 @@ def change_sample(run: Path, store: Path, rng: random.Random, kind: str = "", re
         if "data_manifest" in record:
             record["data_manifest"] = identity
     write_records(run, records)
-    return "recomputed"
+    report = json.loads((run / "startup.json").read_text())
+    (run / "startup.json").write_text(json.dumps(report | {"data_manifest": identity}))
+    return "the start that saved it has another data_manifest"
 
 
 def change_sample_and_manifest(run: Path, store: Path, rng: random.Random) -> str:
@@ -184,13 +246,13 @@ def swap_checkpoints(run: Path, store: Path, rng: random.Random) -> str:
     first.rename(other)
     second.rename(first)
     other.rename(second)
-    return f"{first.name}: is not the checkpoint"
+    return f"{first.name}: is the checkpoint of step {int(second.name[5:])}"
 
 
 def copy_checkpoint(run: Path, store: Path, rng: random.Random) -> str:
     """A checkpoint of the run, presented as one of a step that has none."""
     shutil.copytree(rng.choice(checkpoints(run)), run / "checkpoints" / "step-00000007")
-    return "step-00000007: no record"
+    return "step-00000007: is the checkpoint of step"
 
 
 def change_recorded_setting(run: Path, store: Path, rng: random.Random) -> str:
@@ -203,7 +265,7 @@ def change_recorded_setting(run: Path, store: Path, rng: random.Random) -> str:
     write_records(run, records)
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("lr: 0.003", f"lr: {new!r}"))
-    return "optim/lr"
+    return "the start that saved it has another optim.lr"
 
 
 FOUND_BY_HASHES: dict[str, Tampering] = {
@@ -217,14 +279,22 @@ FOUND_BY_HASHES: dict[str, Tampering] = {
     "state and manifest": change_state,
     "swapped checkpoints": swap_checkpoints,
     "checkpoint of no step": copy_checkpoint,
+    "removed record": remove_record,
+    "recorded setting": change_recorded_setting,
+    "sample and all hashes": lambda run, store, rng: change_sample(run, store, rng, rehash=True),
+    "shortened record": shorten_record,
+    "forged record": forge_record,
+    "changed reports": change_json,
+    "added file": add_file,
+    "removed checkpoints": remove_checkpoints,
+    "removed checkpoint and record": remove_checkpoint_with_its_record,
+    "cut run": cut_run,
+    "skipped steps": change_skips,
 }
 # Hashes and records are consistent, so only the recomputation finds these.
 FOUND_BY_RECOMPUTATION: dict[str, Tampering] = {
     "metric": change_metric,
     "gradient norm": change_norm,
-    "removed record": remove_record,
-    "setting": change_recorded_setting,
-    "sample": lambda run, store, rng: change_sample(run, store, rng, rehash=True),
     "weight": lambda run, store, rng: change_weight(run, rng, rehash=True),
     "weight of NaN": lambda run, store, rng: change_weight(run, rng, rehash=True, by=math.nan),
     "infinite weight": lambda run, store, rng: change_weight(run, rng, rehash=True, by=-math.inf),

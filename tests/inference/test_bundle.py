@@ -90,19 +90,33 @@ def test_export_is_deterministic_and_repeats_itself(bundle: Path, evaluated_dir:
     assert not [name for name, content in folder_bytes(bundle).items() if str(evaluated_dir.parent).encode() in content]
 
 
-def test_the_card_has_the_figures_with_their_baselines(bundle: Path, evaluated_dir: Path, tmp_path: Path) -> None:
+def test_the_card_has_the_figures_with_their_baselines(
+    bundle: Path, evaluated_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     evaluation = json.loads((evaluated_dir / "evaluation.json").read_text())
     card = (bundle / "README.md").read_text()
     bits = f"{evaluation['l2t']['bits_per_token']:.3f}"
     assert card.startswith("---\nlibrary_name: mmldlm\n") and bits in card and "shuffled" in card
-    # Figures of other weights are not shown as those of the bundle.
+    # Figures of other weights, or of other data, are not shown as those of the bundle.
     (tmp_path / "card.md").write_text("Made by **tests**.")
     other = tmp_path / "run"
     shutil.copytree(evaluated_dir, other)
-    (other / "evaluation.json").write_text(json.dumps({**evaluation, "step": 19}))
-    assert cli.main(["export", str(other), str(tmp_path / "out"), "--card", str(tmp_path / "card.md")]) == 0
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert bits not in card and "Made by **tests**." in card and not (tmp_path / "out" / "evaluation.json").exists()
+
+    def has_no_figures() -> bool:
+        assert cli.main(["export", str(other), str(tmp_path / "out"), "--card", str(tmp_path / "card.md")]) == 0
+        card, has_file = (tmp_path / "out/README.md").read_text(), (tmp_path / "out/evaluation.json").exists()
+        shutil.rmtree(tmp_path / "out")
+        assert "Made by **tests**." in card and "no figures" in capsys.readouterr().out
+        return bits not in card and not has_file
+
+    for key, value in {"step": 19, "weights": "ema", "data_manifest": "0" * 64}.items():
+        (other / "evaluation.json").write_text(json.dumps({**evaluation, key: value}))
+        assert has_no_figures(), key
+    # The same steps of the same folder, trained again with another seed.
+    shutil.copy2(evaluated_dir / "evaluation.json", other)
+    settings = [f"run.dir={other}", "resume=never", "run.seed=99", "data.num_workers=0"]
+    assert cli.main(["train", str(evaluated_dir / "config.yaml"), *settings]) == 0
+    assert has_no_figures()
 
 
 def test_every_flipped_byte_is_named(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

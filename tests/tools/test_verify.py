@@ -18,7 +18,7 @@ from mmldlm import cli, train
 from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.errors import MmldlmError
 from mmldlm.tools.replay import RecordedRun, advance, replay
-from mmldlm.tools.spikes import explain_main
+from mmldlm.tools.spikes import explain_main, rewind_main
 from tests.helpers.engine_runs import records, wait_for_step
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
@@ -71,7 +71,10 @@ def test_honest_run(copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
     assert "steps 5 to 8" in (output := verified(capsys, run, "--from", 5)) and "1 to 4" not in output
     assert "steps 1 to 4" in (output := verified(capsys, run, "--to", 3)) and "5 to 8" not in output
     shutil.rmtree(run / "checkpoints/step-00000004")
-    assert "steps 1 to 4: bitwise the same\nsteps 5 to 8: bitwise the same" in verified(capsys, run, "--from", 6)
+    output = verified(capsys, run, "--from", 6, code=65)
+    assert "steps 1 to 4: bitwise the same\nsteps 5 to 8: bitwise the same" in output
+    assert output.count("PROBLEM") == 1 and "PROBLEM checkpoint of step 4: is missing" in output
+    run, _ = copies()
     # Other micro-batches round other sums.
     assert "the same within" in verified(capsys, run, "--all", "train.micro_batch_size=2")
 
@@ -82,6 +85,8 @@ def test_a_checkpoint_alone(copies: Copies, capsys: pytest.CaptureFixture[str]) 
     assert verified(capsys, folder).endswith("step-00000008: verified\n")
     assert_user_error((cli.main(["verify", str(folder), "--all"]), capsys.readouterr().err), 2, "expected a run folder")
     assert cli.main(["checkpoints", "verify", str(run)]) == 2 and "mmldlm verify" in capsys.readouterr().err
+    (folder / "added").touch()
+    assert "has the file added" in verified(capsys, folder, code=65)
     (folder / "model.safetensors").write_bytes(b"")
     assert_user_error((cli.main(["verify", str(folder)]), capsys.readouterr().err), 65, "model.safetensors")
 
@@ -99,6 +104,39 @@ def test_recomputation_finds(name: str, copies: Copies, capsys: pytest.CaptureFi
     expected = FOUND_BY_RECOMPUTATION[name](run, store, random.Random(name))
     verified(capsys, run)  # the hashes are consistent
     assert expected in verified(capsys, run, "--all", code=65)
+
+
+def test_a_kill_between_a_save_and_its_record(copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = copies()
+    write_records(
+        run, [one for one in read_records(run) if one["step"] < 8 or one["kind"] not in ("checkpoint", "end")]
+    )
+    (run / "exit.json").unlink()
+    (run / "run.lock").write_text("{}")
+    assert "not checked: the checkpoint of step 8" in verified(capsys, run)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["log.tensorboard=true", "validation.quality_every=3", "validation.quality_samples=4"],
+        ["checkpoint.keep_last=1", "checkpoint.keep_every=3", "checkpoint.keep_best=1", "log.every=3"],
+    ],
+)
+def test_honest_runs_with_other_settings(
+    settings: list[str], tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped, resumed, rewound and stopped again; with figures, which measure more, or few checkpoints."""
+    command, run = [str(tiny_config), "validation.every=2", "checkpoint.every_steps=2", *settings], tmp_path / "run"
+    for stop_at in (5, 7):
+        assert train.main([*command, "--stop-at", str(stop_at)]) == 75
+        assert "not checked: whether the run has gone on after" in verified(capsys, run)
+    assert rewind_main([str(run), "--before", "6"]) == 0
+    verified(capsys, run)
+    assert train.main([*command, "--stop-at", "6"]) == 75
+    output = verified(capsys, run, "--all")
+    assert output.count("bitwise the same") == output.count("\nsteps ")
+    assert "not checked: which older checkpoints there were at step" in output
 
 
 @pytest.mark.parametrize("key", ["data_manifest", "versions", "resumed_from", "config", "ranks", "step"])
@@ -160,7 +198,7 @@ def test_scratch_folders_are_new_and_only_they_are_removed(
 
 
 @pytest.mark.slow
-def test_a_hundred_tamperings(copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hundreds_of_tamperings(copies: Copies, capsys: pytest.CaptureFixture[str]) -> None:
     found = 0
     for seed in range(5):
         for name, tamper in FOUND_BY_HASHES.items():
@@ -174,7 +212,7 @@ def test_a_hundred_tamperings(copies: Copies, capsys: pytest.CaptureFixture[str]
             verified(capsys, run)
             assert expected in verified(capsys, run, "--all", code=65), name
             found += 1
-    assert found == 90
+    assert found == 5 * (len(FOUND_BY_HASHES) + len(FOUND_BY_RECOMPUTATION))
 
 
 @pytest.mark.slow

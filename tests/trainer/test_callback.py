@@ -35,8 +35,7 @@ class MeasuredTrainer(Trainer):
     def __enter__(self) -> MeasuredTrainer:
         super().__enter__()
         MeasuredTrainer.callback = EmbeddingMean(self)
-        self.callbacks.append(self.callback)
-        self._end.callback(self.callback.close)
+        self.add_callback(self.callback)
         return self
 
 

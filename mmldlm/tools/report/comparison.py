@@ -11,18 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.tools.report.paired import Decision, Difference, pairing, record_difference, record_differences
+from mmldlm.tools.report.paired import Decision, Difference, changes, pairing, record_difference, record_differences
 from mmldlm.tools.report.run_summary import RunSummary, better_direction
-from mmldlm.utils.nested import flatten
 
 PER_RUN_SETTINGS = ("run.seed", "run.dir")  # settings in which the runs of one group may differ
 ABSENT = "(absent)"
 
-# Keys of the start-up report that influence a run besides its config.
-_ENVIRONMENT_KEYS = (
-    *("engine", "sharding", "world_size", "nodes", "optimizer", "attention", "compile"),
-    *("git", "data_manifest", "versions"),
-)
 _MEANINGS: dict[Decision, str] = {
     "lower": "B is below A",
     "higher": "B is above A",
@@ -52,7 +46,8 @@ class RunGroup:
         """The first run of each seed: runs of equal seed are not independent. Unknown seeds count as different ones."""
         seeds: dict[str, RunSummary] = {}
         for run in self.runs:
-            seeds.setdefault(str(run.history.config.get("run.seed", run.path)), run)
+            by_step = {start.config.get("run.seed", run.path): start.step for start in reversed(run.history.starts)}
+            seeds.setdefault(str(by_step if len(by_step) > 1 else next(iter(by_step))), run)
         return seeds
 
 
@@ -142,6 +137,7 @@ class Comparison:
                 "a": str(a.path),
                 "b": str(b.path),
                 "pairing": pairing(a.history, b.history),
+                "changes": [*changes(a.history), *changes(b.history)],
                 "differences": [one.to_dict() for one in self.over_records((a, b))],
             }
             for a, b in self.pairs
@@ -170,24 +166,36 @@ def common_step(groups: Sequence[RunGroup]) -> int:
 
 
 def setting_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
-    """Return what differs between the first runs of groups, as key -> value per group, without `PER_RUN_SETTINGS`.
+    """Return what differs between or within groups of runs, as key -> value per group, without `PER_RUN_SETTINGS`.
 
-    Besides settings these are, as `start-up: KEY`, engine, processes, versions and data of their latest starts. A run
+    Besides settings these are, as `start-up: KEY`, engine, processes, versions and data of all their starts. A run
     whose config or start is unknown makes no difference by itself.
     """
     settings = [_shared_settings(group.runs[0]) for group in groups]
-    starts = []
+    starts, mixed = [], set[str]()
     for group in groups:
-        report = group.runs[0].history.startup
-        starts.append(flatten({f"start-up: {key}": report[key] for key in _ENVIRONMENT_KEYS if key in report}))
+        values: dict[str, Any] = {}
+        for environment in (start.environment for run in group.runs for start in run.history.starts):
+            for key, value in ((f"start-up: {key}", value) for key, value in environment.items()):
+                before = values.setdefault(key, value)
+                if str(value) not in str(before).split(" and "):
+                    values[key] = f"{before} and {value}"
+                    mixed.add(key)
+        starts.append(values)
     rows: dict[str, list[Any]] = {}
     for sources in (settings, starts):
         known = [values for values in sources if values]
         for key in dict.fromkeys(key for values in known for key in values):
-            if any(values.get(key, ABSENT) != known[0].get(key, ABSENT) for values in known):
+            if key in mixed or any(values.get(key, ABSENT) != known[0].get(key, ABSENT) for values in known):
                 rows[key] = [values.get(key, ABSENT) if values else "(unknown)" for values in sources]
     return rows
 
 
 def _shared_settings(run: RunSummary) -> dict[str, Any]:
-    return {key: value for key, value in run.history.config.items() if key not in PER_RUN_SETTINGS}
+    """Return the settings of the latest start, and those of earlier ones that were others."""
+    *earlier, latest = run.history.starts
+    settings = dict(latest.config)
+    for start in earlier:
+        others = {key: value for key, value in start.config.items() if value != latest.config.get(key)}
+        settings |= {f"{key} after step {start.step}": value for key, value in others.items() if key != "resume"}
+    return {key: value for key, value in settings.items() if key.split()[0] not in PER_RUN_SETTINGS}

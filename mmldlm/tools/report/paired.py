@@ -15,12 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
 
 from mmldlm.tools.report.run_summary import better_direction
-from mmldlm.tools.runs import History
+from mmldlm.tools.runs import History, Start
 from mmldlm.utils.format import format_number
 from mmldlm.utils.intervals import confidence_sequence, welch_half_width
 
@@ -31,10 +32,11 @@ Decision = Literal["lower", "higher", "equal", "open"]
 # interval; large for pairs, of which there are few, so that only several standard deviations are settled.
 _EFFECT_VARIANCE: Mapping[Unit, float] = {"records": 0.08, "pairs": 10.0}
 
+_BATCHES = ("train.global_batch_size", "train.batch_schedule")
 # Settings that decide which samples a record is about, and those under which the draws are the same, but not all that
 # is made of them. A group stands for all its settings.
 _DATA = ("data.path", "data.mixture")
-ORDER = ("run.seed", *_DATA, "data.window", "train.global_batch_size", "train.batch_schedule", "log.every")
+ORDER = ("run.seed", *_DATA, "data.window", "data.skip_samples", *_BATCHES, "log.every")
 _NOISE = {"mode": "modes", "mode_schedule": "modes", "text": "masks", "latent": "noise", "model.dropout": "dropout"}
 LOSS = ("loss", "latent", "mode", "mode_schedule")  # settings that change what a loss is a mean of
 
@@ -127,14 +129,40 @@ class Difference:
 
 
 def pairing(a: History, b: History) -> str:
-    """Return one line on what two runs have in common, by their configs and the content of their stores."""
+    """Return one line on what two runs have in common: which steps of which of their starts, by config and data.
+
+    Versions, processes and processors, which change how sums are rounded, are a note at its end.
+    """
+    starts, end = (a.starts, b.starts), min(a.step, b.step)
+    begins = sorted({start.step for one in starts for start in one if start.step < end}) or [0]
+    lines, notes, batches = list[tuple[int, str]](), dict[str, None](), list[str]()
+    for begin in begins:
+        first, second = ([one[0], *(start for start in one if start.step <= begin)][-1] for one in starts)
+        line = _pairing(first, second)
+        if line.startswith("paired") and batches:  # another number of samples was drawn, so that other ones follow
+            line = f"not paired because of another {', '.join(batches)} before"
+        batches += changed_settings(first.config, second.config, _BATCHES)
+        if not lines or line != lines[-1][1]:
+            lines.append((begin, line))
+        ours, theirs = first.environment, second.environment
+        keys = (ours.keys() & theirs.keys()) - {"git", "data_manifest"}
+        notes |= {f"{key} {ours[key]} and {theirs[key]}": None for key in sorted(keys) if ours[key] != theirs[key]}
+    text = lines[0][1]
+    if len(lines) > 1:
+        ends = [*(f" to {begin}" for begin, _ in lines[1:]), " on"]
+        text = "; ".join(f"from step {begin + 1}{end} {line}" for (begin, line), end in zip(lines, ends, strict=True))
+    return text + (f"; other {', '.join(notes)}" if notes else "")
+
+
+def _pairing(a: Start, b: Start) -> str:
+    """Return what the steps after two starts have in common."""
+    if not (a.config and b.config):
+        return "not known to be paired: a run has no readable config.yaml"
     settings = []
-    for run in (a, b):
-        config, store = run.config, run.startup.get("data_manifest")
-        if not config:
-            return f"not known to be paired: {run.run_dir} has no readable config.yaml"
-        if store:
+    for config, report in ((a.config, a.report), (b.config, b.report)):
+        if store := report.get("data_manifest"):
             config = {key: value for key, value in config.items() if not key.startswith(_DATA)} | {_DATA[0]: store}
+            config["data.skip_samples"] = report.get("skipped_samples") or config.get("data.skip_samples")
         settings.append(config)
 
     first, second = settings
@@ -145,6 +173,17 @@ def pairing(a: History, b: History) -> str:
     parts = [f"{what} ({', '.join(keys)})" for what, keys in noise if keys]
     line = f"paired except {', '.join(parts)}" if parts else "paired: the same samples, noise and masks in every step"
     return line + (f"; other losses ({', '.join(loss)})" if (loss := changed_settings(first, second, LOSS)) else "")
+
+
+def changes(run: History) -> list[str]:
+    """Return a line about each start of a run under other settings, versions or processes than the one before."""
+    lines = []
+    for before, after in pairwise(run.starts):
+        old, new = ({**start.config, **start.environment} for start in (before, after))
+        keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and key not in ("run.dir", "resume")]
+        values = ", ".join(f"{key} {old.get(key)} -> {new.get(key)}" for key in keys)
+        lines += [f"{run.run_dir}: changed after step {after.step}: {values}"] if keys else []
+    return lines
 
 
 def changed_settings(first: Mapping[str, Any], second: Mapping[str, Any], groups: Collection[str]) -> list[str]:

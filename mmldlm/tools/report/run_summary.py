@@ -24,7 +24,7 @@ _START_KEYS = ("engine", "world_size", "sharding", "total_steps")
 _HIDDEN_KEYS = {"kind", "step", "time", "sha256"}
 
 # Keys of evaluation.json that describe the evaluation, and other keys that are not metrics.
-_EVALUATION_SETTINGS = ("step", "weights", "split", "samples", "texts", "times", "seed", "sampling")
+_EVALUATION_SETTINGS = ("step", "weights", "split", "samples", "texts", "times", "seed", "sampling", "data_manifest")
 _NON_METRICS = (*_EVALUATION_SETTINGS, "batch", "documents")
 
 Direction = Literal["higher", "lower", ""]
@@ -177,7 +177,9 @@ class RunSummary:
 
     @cached_property
     def _evaluation(self) -> Mapping[str, Any]:
-        return read_json(self.path / "evaluation.json")
+        result = read_json(self.path / "evaluation.json")
+        # Not of the run that was in this folder before.
+        return result if result.get("run_id") == self.history.startup.get("run_id") else {}
 
     @cached_property
     def events(self) -> list[Event]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,14 @@ from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
 from mmldlm.run.factory import build_objective, corrupt_step
+from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.metrics import MetricsFile
+from mmldlm.tools import compare
+from mmldlm.tools.report.comparison import group_runs, setting_differences
 from mmldlm.tools.report.paired import pairing
+from mmldlm.tools.report.run_summary import RunSummary
 from mmldlm.tools.runs import History
+from tests.helpers.written_runs import write_lines
 
 pytestmark = pytest.mark.quick
 
@@ -106,3 +112,61 @@ def test_micro_batches_of_a_schedule(tiny_config: Path, tmp_path: Path) -> None:
     assert line(tmp_path, base, load_config(tiny_config, ["log.every=2"])).startswith("not paired because")
     (tmp_path / "b" / "config.yaml").unlink()
     assert pairing(History(tmp_path / "a"), History(tmp_path / "b")).startswith("not known to be paired: ")
+
+
+def recorded(folder: Path, config: Path, *starts: tuple[int, list[str]], **report: Any) -> RunSummary:
+    """A run of 40 steps with these starts, after a step and with settings that replace the config's."""
+    records: list[dict[str, Any]] = []
+    report = {"world_size": 1, "ranks": [{"host": "h", "pid": 1, "processor": "x"}], "data_manifest": "m", **report}
+    for (begin, settings), end in zip(starts, [*(begin for begin, _ in starts[1:]), 40], strict=True):
+        kind, values = "resume" if records else "start", dump(load_config(config, settings))
+        records.append({"kind": kind, "step": begin, "config": values, **report})
+        records += [{"kind": "train", "step": step, "loss/total": 1.0} for step in range(begin + 1, end + 1)]
+    write_lines(folder, records)
+    write_config(load_config(config, settings), folder)
+    return RunSummary(folder)
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("run.seed=7", ["step 1 to 30 not paired because run.seed is 3 and 7", "from step 31 on paired: the same"]),
+        ("data.window=16", ["1 to 30 not paired because data.window", "from step 31 on paired"]),
+        ("train.global_batch_size=4", ["not paired because train.global", "31 on not paired because of an"]),
+        ("data.skip_samples=[own:3]", ["not paired because data.skip_samples"]),
+        ("optim.lr=1e-3", ["^paired: the same samples"]),
+    ],
+)
+def test_runs_are_judged_by_all_of_their_starts(
+    setting: str, expected: list[str], tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second run had another setting in its first 30 of 40 steps."""
+    first = recorded(tmp_path / "a", tiny_config, (0, []))
+    second = recorded(tmp_path / "b", tiny_config, (0, [setting]), (30, []))
+    line = pairing(first.history, second.history)
+    assert all(re.search(part, line) for part in expected), line
+    assert line.startswith("paired") == (expected[-1][0] == "^")
+    # It is said what has changed, and the two are no runs of one config, or not of one seed.
+    key = setting.partition("=")[0]
+    assert compare.main([str(first.path), str(second.path)]) == 0
+    assert re.search(rf"b: changed after step 30: .*{key} .* -> ", capsys.readouterr().out)
+    groups = group_runs([first, second], first)
+    assert len(groups) == 2 or (key == "run.seed" and len(groups[0].by_seed) == 2)
+    assert key == "run.seed" or any(key in row for row in setting_differences(groups))
+
+
+def test_other_environments_are_named(tiny_config: Path, tmp_path: Path) -> None:
+    ranks = [{"host": "h", "pid": 1, "processor": "y"}]
+    first, *others = (
+        recorded(tmp_path / name, tiny_config, (0, [f"run.seed={seed}"]), versions=versions, **report)
+        for name, seed, versions, report in (
+            ("a", 3, {"torch": "2.12", "code": "c"}, {}),
+            ("b", 3, {"torch": "2.13", "code": "d"}, {"world_size": 2, "ranks": ranks}),
+            ("c", 4, {"torch": "2.14", "code": "c"}, {}),
+        )
+    )
+    line, parts = pairing(first.history, others[0].history), ("torch 2.12 and 2.13", "code c and d", "x and y")
+    assert line.startswith("paired: the same") and all(part in line for part in (*parts, "world_size 1 and 2"))
+    # Of a group all runs count, not the first alone.
+    (group,) = group_runs([first, others[1]], first)
+    assert setting_differences([group]) == {"start-up: versions.torch": ["2.12 and 2.14"]}
