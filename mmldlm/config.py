@@ -330,7 +330,7 @@ def _load(
     tree: dict[str, Any] = {}
     layers: list[ConfigLayer] = []
     if path is not None:
-        layers = read_layers(Path(path)) if may_extend else [ConfigLayer.read(Path(path))]
+        layers = read_layers(Path(path)) if may_extend else [ConfigLayer.read(Path(path), Path(path).parent)]
         tree = merge_layers(RunConfig, layers, _DATA_KEYS)
     given: dict[str, Any] = {}
     overrides = current_overrides(overrides)

@@ -19,7 +19,7 @@ from typing import Any
 from mmldlm.checkpoint.names import MANIFEST
 from mmldlm.checkpoint.slices import TensorGroup
 from mmldlm.errors import DataError
-from mmldlm.utils.files import FileInfo, sha256
+from mmldlm.utils.files import FileInfo, check_inside, open_regular, read_regular, sha256
 from mmldlm.utils.short_repr import short_repr, truncate
 
 FORMAT = 2
@@ -68,9 +68,13 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
     try:
         body = _read(folder / MANIFEST)
         files = {name: entry["bytes"] for name, entry in body["files"].items()}
+        for path in folder.rglob("*"):  # also what the manifest does not name
+            check_inside(path, folder)
         for name, expected in files.items():
             check_name(name)
-            if (size := (folder / name).stat().st_size) != expected:
+            with open_regular(folder / name) as file:
+                size = os.fstat(file.fileno()).st_size
+            if size != expected:
                 raise DataError(f"{folder / name} has {size} bytes, its manifest says {expected}")
         if hashes:
             with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
@@ -111,7 +115,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the content of a manifest; DataError unless it is of this format, and byte for byte what `_seal` wrote."""
     if not path.is_file():
         raise DataError(f"{path} is missing")
-    raw = path.read_bytes()
+    raw = read_regular(path, path.parent)
     try:
         body = json.loads(raw)
         is_intact = isinstance(body, dict) and _seal({k: v for k, v in body.items() if k != "sha256"}) == raw

@@ -33,7 +33,7 @@ from mmldlm.model.initial_weights import InitConfig
 from mmldlm.run.compatibility import LATENTS_NAME, identity
 from mmldlm.run.load import BUNDLE_CONFIG, DESCRIPTION, LoadedRun
 from mmldlm.settings.declaration import dump
-from mmldlm.utils.files import file_info, fsync
+from mmldlm.utils.files import file_info, fsync, read_regular
 
 EVALUATION_NAME, CARD_NAME = "evaluation.json", "README.md"
 
@@ -124,7 +124,7 @@ def portable(config: RunConfig) -> RunConfig:
 def matching_evaluation(run: LoadedRun) -> dict[str, Any] | None:
     """Return the content of the run's `evaluation.json`; None if there is none of this step and these weights."""
     path = run.folder / EVALUATION_NAME
-    evaluation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    evaluation = json.loads(read_regular(path, run.folder)) if path.is_file() else {}
     same = evaluation.get("step") == run.step and evaluation.get("weights") == run.weights
     return evaluation if same else None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import asdict
 from functools import partial
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from mmldlm.inference.generate import StepCallback, check_guidance, interpolate,
 from mmldlm.inference.live_view import LiveView
 from mmldlm.run.load import LoadedRun, add_run_options, add_search, add_settings, given_settings, load_run
 from mmldlm.utils.cpu import choose_threads
+from mmldlm.utils.files import write_atomically
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
@@ -150,7 +152,9 @@ def main(argv: list[str] | None = None) -> int:
     for line in [f"{run}:", *lines] if run.has_ema else lines:
         print(printable(line))
     if options.out:
-        np.save(options.out, generation.latents.numpy(), allow_pickle=False)
+        content = BytesIO()
+        np.save(content, generation.latents.numpy(), allow_pickle=False)
+        write_atomically(options.out, content.getvalue())
         print(printable(f"latents {list(generation.latents.shape)} written to {options.out}"))
     return 0
 

@@ -36,6 +36,7 @@ from mmldlm.run.compatibility import check_compatible, match_training_data, save
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
 from mmldlm.settings.declaration import restore
 from mmldlm.settings.successors import current, current_overrides
+from mmldlm.utils.files import read_regular
 from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import short_repr, truncate
@@ -140,8 +141,10 @@ def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     try:
-        tree = current(json.loads(path.read_text(encoding="utf-8")), str(path), is_record=True)
+        tree = current(json.loads(read_regular(path, path.parent)), str(path), is_record=True)
         config = restore(RunConfig, tree)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except (ConfigError, ValueError) as error:  # of another version
         raise DataError(f"{path}: {truncate(str(error), 400)}; expected the config of `mmldlm export`") from None
     if not overrides:

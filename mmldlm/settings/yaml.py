@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from mmldlm.errors import ConfigError
+from mmldlm.utils.files import read_regular
 from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
 
@@ -72,16 +73,19 @@ def find_key_lines(text: str, keys: Iterable[str]) -> dict[str, int]:
     return lines
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, folder: Path | None = None) -> dict[str, Any]:
     """Return the mapping in a YAML file; ConfigError if it is missing, unreadable or not a mapping."""
-    return parse_mapping(read_yaml_text(path), str(path))
+    return parse_mapping(read_yaml_text(path, folder), str(path))
 
 
-def read_yaml_text(path: Path) -> str:
-    """Return the text of a config file; ConfigError if it is missing or unreadable."""
+def read_yaml_text(path: Path, folder: Path | None = None) -> str:
+    """Return the text of a config file; ConfigError if it is missing or unreadable.
+
+    With `folder` it is a file of that run folder, which a stranger may have made; otherwise it may be a pipe.
+    """
     name = display_name(str(path))
     try:
-        return path.read_text(encoding="utf-8")
+        return (path.read_bytes() if folder is None else read_regular(path, folder)).decode()
     except FileNotFoundError:
         raise ConfigError(f"config file {name} does not exist") from None
     except (OSError, ValueError) as error:  # also content that is not UTF-8

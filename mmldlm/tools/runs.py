@@ -21,6 +21,7 @@ from mmldlm.errors import ConfigError, DataError, ExitCode, StorageError
 from mmldlm.settings.successors import current
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.tools.records import ExitReport, Lock, Record, StartupReport, check_record, read_model
+from mmldlm.utils.files import open_regular
 from mmldlm.utils.format import human_duration
 from mmldlm.utils.nested import flatten
 
@@ -88,7 +89,7 @@ class MetricsReader:
     def refresh(self) -> bool:
         """Read what was added and return whether anything changed; if the file cannot be read, raise `StorageError`."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path, self.path.parent) as file:
                 # A file that was replaced does not have the bytes before the offset that were read there.
                 file.seek(self._offset - len(self._tail))
                 is_other = file.read(len(self._tail)) != self._tail
@@ -266,7 +267,7 @@ class History(MetricsReader):
         """The resolved config of the latest start, by dotted key; empty if the file cannot be read."""
         path = self.run_dir / "config.yaml"
         try:
-            return flatten(current(read_yaml(path), str(path), is_record=True))
+            return flatten(current(read_yaml(path, path.parent), str(path), is_record=True))
         except ConfigError:
             return {}
 

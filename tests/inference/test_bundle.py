@@ -193,6 +193,25 @@ def test_an_export_that_fails_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_export_takes_nothing_from_others(
+    evaluated_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a user's folder beside OUT, nor an OUT that another process makes meanwhile."""
+    out, theirs, sync = tmp_path / "out", tmp_path / ".out.tmp" / "precious", os.fsync
+    theirs.parent.mkdir()
+    theirs.touch()
+
+    def sync_late(descriptor: int) -> None:
+        if not out.exists():
+            out.mkdir()
+            (out / "file").write_text("another process's")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_late)
+    assert_user_error((cli.main(["export", str(evaluated_dir), str(out)]), capsys.readouterr().err), 2, str(out))
+    assert {path.name for path in tmp_path.rglob("*")} == {".out.tmp", "precious", "out", "file"}
+
+
 def test_a_run_samples_without_its_store(
     evaluated_dir: Path, tmp_path: Path, tiny_store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
