@@ -246,32 +246,38 @@ def load_run(
     config = run_config(folder, [*([f"data.path={data}", "data.mixture={}"] if data else []), *settings])
     is_other = checkpoint is not None and Path(checkpoint) != folder
     saved = verify_checkpoint(Path(str(checkpoint))) if is_other else newest_checkpoint(folder, config)
-    store = match_training_data(saved, _open_data(folder, config))
-    check_compatible(saved, config, store)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    set_matmul_precision(config)
-    model = build_meta_model(config, store.manifest, device.type)
-    materialize(model, device)
-    ema = saved_ema(saved, model)
-    weights = choose_weights(saved, weights, ema is not None, config.ema.evaluate)
-    tensors = TensorFiles.open(saved, "model")
-    # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
-    load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
-    alignment = TensorFiles.find(saved, "alignment")
-    return LoadedRun(
-        folder=folder,
-        config=config,
-        store=store,
-        tokenizer=Tokenizer.load(saved.path / "tokenizer"),
-        model=model.eval(),
-        objective=build_objective(config, store.manifest),
-        device=device,
-        step=saved.step,
-        weights=weights,
-        has_ema=ema is not None,
-        info=saved.info,
-        alignment=alignment and dict(alignment),
-    )
+    try:
+        store = match_training_data(saved, _open_data(folder, config))
+        check_compatible(saved, config, store)
+        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        set_matmul_precision(config)
+        model = build_meta_model(config, store.manifest, device.type)
+        materialize(model, device)
+        ema = saved_ema(saved, model)
+        weights = choose_weights(saved, weights, ema is not None, config.ema.evaluate)
+        tensors = TensorFiles.open(saved, "model")
+        # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
+        load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
+        alignment = TensorFiles.find(saved, "alignment")
+        return LoadedRun(
+            folder=folder,
+            config=config,
+            store=store,
+            tokenizer=Tokenizer.load(saved.path / "tokenizer"),
+            model=model.eval(),
+            objective=build_objective(config, store.manifest),
+            device=device,
+            step=saved.step,
+            weights=weights,
+            has_ema=ema is not None,
+            info=saved.info,
+            alignment=alignment and dict(alignment),
+        )
+    except (DataError, OSError):
+        if is_other or saved.path.exists():
+            raise
+    # The run has removed this checkpoint meanwhile, and has a newer one.
+    return load_run(run_dir, None, data, weights, settings, device)
 
 
 def load_run_on_all_ranks(options: Namespace, processes: Collectives) -> LoadedRun:
@@ -281,5 +287,11 @@ def load_run_on_all_ranks(options: Namespace, processes: Collectives) -> LoadedR
         if checkpoint is None and processes.is_main:  # once for all ranks, as a running run may save another one
             checkpoint = newest_checkpoint(options.run, run_config(options.run)).path
     checkpoint = processes.gather(str(checkpoint), "choice of the checkpoint")[0]
-    with processes.raise_on_all_ranks("loading of the run"):
-        return load_run(options.run, checkpoint, options.data, options.weights, given_settings(options))
+    try:
+        with processes.raise_on_all_ranks("loading of the run"):
+            return load_run(options.run, checkpoint, options.data, options.weights, given_settings(options))
+    except (MmldlmError, OSError):
+        is_there = processes.gather(Path(checkpoint).exists(), "search for the checkpoint")[0]
+        if options.checkpoint is not None or is_there:
+            raise
+    return load_run_on_all_ranks(options, processes)
