@@ -14,7 +14,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NoReturn
 
-from mmldlm.utils.printable import printable
+from mmldlm.utils.printable import hide_passwords, printable
 
 
 class ExitCode(IntEnum):
@@ -98,7 +98,7 @@ def exit_code_and_cause(error: BaseException | None) -> tuple[int, str]:
     if error is None:
         return int(ExitCode.DONE), "finished"
     if isinstance(error, MmldlmError):
-        return int(error.exit_code), str(error)
+        return int(error.exit_code), hide_passwords(str(error))
     if isinstance(error, KeyboardInterrupt):
         return int(ExitCode.INTERRUPTED), "interrupted"
     if isinstance(error, RuntimeError) and getattr(error.__context__, "errno", None) == errno.ELOOP:
@@ -106,8 +106,8 @@ def exit_code_and_cause(error: BaseException | None) -> tuple[int, str]:
     # A standard stream that nobody reads any more has no name.
     if isinstance(error, OSError) and not (isinstance(error, BrokenPipeError) and error.filename is None):
         name, reason = error.filename or "a file", error.strerror or " ".join(str(error).split())
-        return int(ExitCode.STORAGE), f"cannot read or write {name}: {reason or type(error).__name__}"
-    return 1, f"{type(error).__name__}: {error}"
+        return int(ExitCode.STORAGE), hide_passwords(f"cannot read or write {name}: {reason or type(error).__name__}")
+    return 1, hide_passwords(f"{type(error).__name__}: {error}")
 
 
 def run_command(command: Callable[[], int | None]) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import nn
 
-from mmldlm.checkpoint.manifest import MANIFEST, write_checkpoint_manifest
+from mmldlm.checkpoint.manifest import foreign, write_checkpoint_manifest
 from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
 from mmldlm.checkpoint.state import model_state
 from mmldlm.checkpoint.tensors import write_tensors
@@ -97,21 +97,20 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
     write_description(run.store, folder / DESCRIPTION)
     info = {**run.info, "identity": identity(run.config, run.store), "weights": run.weights}
     info["description"] = description = description or str(run.info.get("description", ""))
-    evaluation = matching_evaluation(run)
+    parameters = sum(tensor.numel for tensor in groups["model"].tensors.values())
+    with foreign(run.folder / EVALUATION_NAME):
+        evaluation = matching_evaluation(run)
+        card = _card(run, parameters, evaluation, description)
     if evaluation is not None:
         _write_json(folder / EVALUATION_NAME, evaluation)
         names.append(EVALUATION_NAME)
-    parameters = sum(tensor.numel for tensor in groups["model"].tensors.values())
-    card = _card(run, parameters, evaluation, description)
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
     inside = [path for name in ("tokenizer", DESCRIPTION) for path in (folder / name).rglob("*") if path.is_file()]
     paths = sorted([*(folder / name for name in names), *inside])
     for path in paths:
         fsync(path)
     files = {path.relative_to(folder).as_posix(): file_info(path) for path in paths}
-    write_checkpoint_manifest(folder, run.step, files, info, groups)
-    (folder / MANIFEST).chmod(0o644)  # unlike a checkpoint, a bundle is for others
-    fsync(folder / MANIFEST)
+    fsync(write_checkpoint_manifest(folder, run.step, files, info, groups))
 
 
 def portable(config: RunConfig) -> RunConfig:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, verify_checkpoint
-from mmldlm.checkpoint.state import load_model_state
+from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, foreign, verify_checkpoint
+from mmldlm.checkpoint.state import check_model_state, load_model_state
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import CONFIG_NAME, RunConfig, load_config
@@ -141,8 +141,9 @@ def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     try:
-        tree = current(json.loads(read_regular(path, path.parent)), str(path), is_record=True)
-        config = restore(RunConfig, tree)
+        with foreign(path):
+            tree = current(json.loads(read_regular(path, path.parent)), str(path), is_record=True)
+            config = restore(RunConfig, tree)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except (ConfigError, ValueError) as error:  # of another version
@@ -247,32 +248,40 @@ def load_run(
     is_other = checkpoint is not None and Path(checkpoint) != folder
     saved = verify_checkpoint(Path(str(checkpoint))) if is_other else newest_checkpoint(folder, config)
     try:
-        store = match_training_data(saved, _open_data(folder, config))
-        check_compatible(saved, config, store)
-        device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        set_matmul_precision(config)
-        model = build_meta_model(config, store.manifest, device.type)
-        materialize(model, device)
-        ema = saved_ema(saved, model)
-        weights = choose_weights(saved, weights, ema is not None, config.ema.evaluate)
-        tensors = TensorFiles.open(saved, "model")
-        # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
-        load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
-        alignment = TensorFiles.find(saved, "alignment")
-        return LoadedRun(
-            folder=folder,
-            config=config,
-            store=store,
-            tokenizer=Tokenizer.load(saved.path / "tokenizer"),
-            model=model.eval(),
-            objective=build_objective(config, store.manifest),
-            device=device,
-            step=saved.step,
-            weights=weights,
-            has_ema=ema is not None,
-            info=saved.info,
-            alignment=alignment and dict(alignment),
-        )
+        with foreign(saved.path):
+            store = match_training_data(saved, _open_data(folder, config))
+            check_compatible(saved, config, store)
+            device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            set_matmul_precision(config)
+            model = build_meta_model(config, store.manifest, device.type)
+            check_model_state(model, TensorFiles.open(saved, "model"))  # before a stranger's sizes take memory
+            materialize(model, device)
+            ema = saved_ema(saved, model)
+            weights = choose_weights(saved, weights, ema is not None, config.ema.evaluate)
+            tensors = TensorFiles.open(saved, "model")
+            # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
+            load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
+            for name, tensor in model.state_dict().items():
+                if not tensor.isfinite().all():
+                    raise DataError(f"{saved.path}: {name} has values that are not finite, expected a trained network")
+            alignment = TensorFiles.find(saved, "alignment")
+            tokenizer = Tokenizer.load(saved.file("tokenizer/tokenizer.json"))
+            if tokenizer.identity != store.manifest.tokenizer["sha256"]:
+                raise DataError(f"{saved.path}: its tokenizer is another one than that of its data")
+            return LoadedRun(
+                folder=folder,
+                config=config,
+                store=store,
+                tokenizer=tokenizer,
+                model=model.eval(),
+                objective=build_objective(config, store.manifest),
+                device=device,
+                step=saved.step,
+                weights=weights,
+                has_ema=ema is not None,
+                info=saved.info,
+                alignment=alignment and dict(alignment),
+            )
     except (DataError, OSError):
         if is_other or saved.path.exists():
             raise

@@ -55,6 +55,9 @@ def evaluated_dir(tmp_path_factory: pytest.TempPathFactory, short_run_dir: Path)
 def bundle(tmp_path_factory: pytest.TempPathFactory, evaluated_dir: Path) -> Path:
     out = tmp_path_factory.mktemp("bundle") / "out"
     assert cli.main(["export", str(evaluated_dir), str(out)]) == 0
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()} == {0o666 & ~umask}
     return out
 
 

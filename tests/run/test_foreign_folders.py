@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import math
 import os
 import shutil
 import signal
@@ -11,11 +13,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load, save
 
 import mmldlm
 from mmldlm import cli
 from mmldlm.errors import DataError
-from tests.helpers.changed_checkpoints import manifest_body, seal
+from tests.helpers.changed_checkpoints import manifest_body, replace_file, seal
 from tests.helpers.user_errors import assert_user_error
 
 TERABYTE = 1 << 40
@@ -117,6 +121,61 @@ def test_links_that_are_allowed(bundle: Path, short_run_dir: Path, tmp_path: Pat
         link.parent.mkdir(parents=True, exist_ok=True)
         link.symlink_to(os.path.relpath(blobs / str(number), link.parent))
     assert mmldlm.load(snapshot).run.step == 20
+
+
+def with_value(content: bytes, value: object, *keys: str) -> bytes:
+    """JSON with another value at a key."""
+    tree = node = json.loads(content)
+    for key in keys[:-1]:
+        node = node[key]
+    node[keys[-1]] = value
+    return json.dumps(tree).encode()
+
+
+def with_nan(content: bytes) -> bytes:
+    return save({name: torch.full_like(tensor, math.nan) for name, tensor in load(content).items()})
+
+
+FORGED: dict[str, tuple[str, Callable[[bytes], bytes]]] = {
+    "a deep config": ("config.json", lambda _: b'{"a":' * 100_000 + b"1" + b"}" * 100_000),
+    "a list as config": ("config.json", lambda _: b"[1]"),
+    "a group that is a number": ("config.json", lambda old: with_value(old, 5, "model")),
+    "a list as mode": ("config.json", lambda old: with_value(old, [1], "mode")),
+    "years of steps": ("config.json", lambda old: with_value(old, 10**9, "sampling", "steps")),
+    "years of search": ("config.json", lambda old: with_value(old, 10**9, "sampling", "search")),
+    "weights that are NaN": ("model.safetensors", with_nan),
+    "latents that are a list": ("latents.json", lambda _: b"[1]"),
+    "latents without scale": ("latents.json", lambda old: with_value(old, 0, "rms")),
+    "fewer channels": ("latents.json", lambda old: with_value(old, [0.0], "mean")),
+    "a deep store": ("data/manifest.json", lambda _: b"[" * 100_000),
+    "another tokenizer": ("tokenizer/tokenizer.json", lambda old: old.replace(b'space": false', b'space": true')),
+    "no files": ("manifest.json", lambda old: with_value(old, [], "files")),
+    "an odd file": ("manifest.json", lambda old: with_value(old, 5, "files", "README.md")),
+    "no info": ("manifest.json", lambda old: with_value(old, {}, "info")),
+    "odd tensors": ("manifest.json", lambda old: with_value(old, 3, "tensors", "model")),
+    "unlisted weights": ("manifest.json", lambda old: with_value(old, {}, "files")),
+    "a huge manifest": ("manifest.json", lambda old: with_value(old, "a" * (65 << 20), "info")),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_forged_bundles_are_refused_in_one_line(bundle: Path, kind: str) -> None:
+    name, change = FORGED[kind]
+    changed = change((bundle / name).read_bytes())
+    if name == "manifest.json":
+        seal(bundle, {key: value for key, value in json.loads(changed).items() if key != "sha256"})
+    else:
+        replace_file(bundle, name, changed)
+    with at_most(20), pytest.raises(DataError) as refused:
+        mmldlm.load(bundle)
+    assert len(str(refused.value).splitlines()) == 1 and str(bundle) in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"[1]", b'{"step": 20, "weights": "trained"}', b"{" * 100_000])
+def test_an_odd_evaluation_is_named(short_run_dir: Path, tmp_path: Path, run_command: Run, content: bytes) -> None:
+    run = shutil.copytree(short_run_dir, tmp_path / "run")
+    (run / "evaluation.json").write_bytes(content)
+    assert_user_error(run_command("export", run, tmp_path / "out"), 65, "evaluation.json")
 
 
 @pytest.mark.parametrize("kind", PLANTED)
