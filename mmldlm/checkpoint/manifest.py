@@ -74,12 +74,12 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
             tensors = {name: TensorGroup.from_json(group) for name, group in body["tensors"].items()}
         for path in folder.rglob("*"):  # also what the manifest does not name
             check_inside(path, folder)
-        for name, expected in files.items():
+        for name, expected_bytes in files.items():
             check_name(name)
             with open_regular(folder / name) as file:
                 size = os.fstat(file.fileno()).st_size
-            if size != expected:
-                raise DataError(f"{folder / name} has {size} bytes, its manifest says {expected}")
+            if size != expected_bytes:
+                raise DataError(f"{folder / name} has {size} bytes, its manifest says {expected_bytes}")
         if hashes:
             with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
                 for name, digest in zip(files, pool.map(sha256, [folder / name for name in files]), strict=True):

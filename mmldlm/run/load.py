@@ -40,6 +40,7 @@ from mmldlm.utils.files import read_regular
 from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import short_repr, truncate
+from mmldlm.utils.torch_defaults import torch_defaults
 
 if TYPE_CHECKING:
     from mmldlm.distributed.collectives import Collectives
@@ -161,7 +162,7 @@ def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _with_json(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the tree of a config with values as in JSON; a value of another kind than before is a `ConfigError`."""
+    """Return the tree of a config with values as in JSON, which `restore` checks."""
     for assignment in overrides:
         key, _, text = assignment.partition("=")
         *groups, name = key.split(".")
@@ -169,8 +170,6 @@ def _with_json(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
         value: Any = text
         with suppress(ValueError):
             value = json.loads(text)
-        if isinstance(group.get(name), (bool, int, float)) and not isinstance(value, (int, float)):
-            raise ConfigError(f"{key}: expected a number, found {short_repr(text)}")
         group[name] = value
     return tree
 
@@ -215,6 +214,7 @@ def choose_weights(saved: Checkpoint, requested: Weights | None, has_ema: bool, 
     return requested or default
 
 
+@torch_defaults()
 def load_run(
     run_dir: Path | str,
     checkpoint: Path | str | None = None,

@@ -151,5 +151,5 @@ def _is_of(hint: Any, value: Any) -> bool:
     if origin is list:
         return isinstance(value, list) and all(_is_of(args[0], item) for item in value)
     if hint is float:
-        return type(value) in (int, float) and math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     return isinstance(value, hint) and isinstance(value, bool) == (hint is bool)

@@ -17,7 +17,7 @@ from mmldlm.utils.short_repr import display_name, short_repr, truncate
 class _Loader(yaml.SafeLoader):
     """`yaml.SafeLoader` with the numbers of YAML 1.2; it rejects duplicate keys, NUL, and types unknown to JSON."""
 
-    def construct_scalar(self, node: yaml.ScalarNode) -> Any:
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
         if isinstance(node.value, str) and "\0" in node.value:  # which no path can have
             raise ConfigError(
                 f"line {node.start_mark.line + 1}: expected text without NUL, found {short_repr(node.value)}"
@@ -58,7 +58,7 @@ for name, pattern in _NUMBERS.items():
         cls.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"^({pattern})$"), list("-+.0123456789"))
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 for name in ("binary", "timestamp", "omap", "pairs", "set"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{name}", yaml.SafeLoader.construct_undefined)
+    _Loader.add_constructor(f"tag:yaml.org,2002:{name}", _Loader.construct_undefined)
 
 
 def parse_yaml(text: str, source: str) -> Any:

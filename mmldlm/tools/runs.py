@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from mmldlm.errors import ConfigError, DataError, ExitCode, StorageError
+from mmldlm.errors import ConfigError, DataError, ExitCode
 from mmldlm.settings.successors import current
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.tools.records import ExitReport, Lock, Record, StartupReport, check_record, read_model
@@ -87,7 +87,7 @@ class MetricsReader:
         self._of_kind[kind].append(record)
 
     def refresh(self) -> bool:
-        """Read what was added and return whether anything changed; if the file cannot be read, raise `StorageError`."""
+        """Read what was added and return whether anything changed; OSError if it cannot be read."""
         try:
             with open_regular(self.path, self.path.parent) as file:
                 # A file that was replaced does not have the bytes before the offset that were read there.
@@ -101,8 +101,6 @@ class MetricsReader:
             had_records = bool(self.records)
             self._forget()
             return had_records
-        except OSError as error:
-            raise StorageError(f"cannot read {self.path}: {error.strerror}") from None
         added = added[: added.rfind(b"\n") + 1]  # a torn last line is read when it is whole
         self._offset += len(added)
         self._tail = (self._tail + added)[-_TAIL_BYTES:]

@@ -11,8 +11,8 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 _CHUNK = 1 << 20
 _MAX_TEXT_BYTES = 64 << 20  # of a file that is read whole
@@ -117,7 +117,7 @@ def check_inside(path: Path, folder: Path) -> None:
         raise OSError(errno.EPERM, f"is a link that leads outside {folder}", str(path))
 
 
-def open_regular(path: Path, folder: Path | None = None) -> BinaryIO:
+def open_regular(path: Path, folder: Path | None = None) -> BufferedReader:
     """Open a file that a stranger may have made, for reading; OSError if reading it might never end.
 
     That is a pipe, a device, or a file of terabytes that takes no place on the disk. With `folder` it is a file of that

@@ -80,6 +80,21 @@ def test_a_bundle_computes_what_its_run_does(model: Model, evaluated_dir: Path) 
     assert given.nats.tobytes() == expected.nats.tobytes()
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_defaults_of_the_caller_change_nothing(bundle: Path, model: Model, device: str) -> None:
+    expected = model.sample(**CONDITIONS["l2t"]), model.score(TEXTS, model.encode(TEXTS))
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device(device)
+    try:
+        other = mmldlm.load(bundle)
+        found = other.sample(**CONDITIONS["l2t"]), other.score(TEXTS, other.encode(TEXTS))
+        assert torch.ones(1).dtype == torch.float64 and torch.ones(1).device.type == device, "the caller's stay"
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert same(expected[0], found[0]) and expected[1].nats.tobytes() == found[1].nats.tobytes()
+
+
 def test_export_is_deterministic_and_repeats_itself(bundle: Path, evaluated_dir: Path, tmp_path: Path) -> None:
     for source in (evaluated_dir, bundle):
         assert cli.main(["export", str(source), str(tmp_path / source.name)]) == 0
