@@ -58,7 +58,7 @@ for name, pattern in _NUMBERS.items():
         cls.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"^({pattern})$"), list("-+.0123456789"))
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 for name in ("binary", "timestamp", "omap", "pairs", "set"):
-    _Loader.add_constructor(f"tag:yaml.org,2002:{name}", _Loader.construct_undefined)
+    _Loader.add_constructor(f"tag:yaml.org,2002:{name}", _Loader.construct_undefined)  # type: ignore[type-var]
 
 
 def parse_yaml(text: str, source: str) -> Any:
