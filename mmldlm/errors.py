@@ -1,8 +1,8 @@
 """User-facing errors and their exit codes.
 
 User-facing errors derive from `MmldlmError`. Their message is one line that names the key, file or sample, the value
-found and the value expected. `run_command` prints that line on stderr and returns the documented exit code. Any other
-exception is a bug and keeps its traceback.
+found and the value expected. `run_command` prints that line on stderr and returns the documented exit code, as it does
+for an OSError, whatever the system refuses. Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 from mmldlm.checkpoint.names import MANIFEST
 from mmldlm.checkpoint.slices import TensorGroup
 from mmldlm.errors import DataError
-from mmldlm.utils.files import FileInfo, check_inside, open_regular, read_regular, sha256
+from mmldlm.utils.files import FileInfo, check_inside, read_regular, sha256
 from mmldlm.utils.short_repr import short_repr, truncate
 
 FORMAT = 2
@@ -72,15 +72,13 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
             files = {name: int(entry["bytes"]) for name, entry in body["files"].items()}
             digests = {name: str(entry["sha256"]) for name, entry in body["files"].items()}
             tensors = {name: TensorGroup.from_json(group) for name, group in body["tensors"].items()}
-        for path in folder.rglob("*"):  # also what the manifest does not name
-            check_inside(path, folder)
         for name, expected_bytes in files.items():
             check_name(name)
-            with open_regular(folder / name) as file:
-                size = os.fstat(file.fileno()).st_size
-            if size != expected_bytes:
+            if (size := (folder / name).stat().st_size) != expected_bytes:
                 raise DataError(f"{folder / name} has {size} bytes, its manifest says {expected_bytes}")
         if hashes:
+            for path in folder.rglob("*"):  # also what the manifest does not name
+                check_inside(path, folder)
             with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
                 for name, digest in zip(files, pool.map(sha256, [folder / name for name in files]), strict=True):
                     if digest != (expected := digests[name]):

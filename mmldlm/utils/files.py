@@ -64,9 +64,8 @@ def write_atomically(path: Path, content: str | bytes) -> None:
                 file.write(content.encode() if isinstance(content, str) else content)
             fsync(temporary)
             temporary.replace(path)
-        except OSError:
+        finally:
             temporary.unlink(missing_ok=True)
-            raise
     fsync(path.parent)
 
 

@@ -117,7 +117,7 @@ def stop_reason(number: int) -> str:
 
 @contextmanager
 def stop_at_signals(advice: str) -> Iterator[None]:
-    """Raise StoppedBySignal, whose message ends with `advice`, where SIGTERM or SIGHUP arrives in the body.
+    """Raise StoppedBySignal, whose message ends with `advice`, where SIGTERM, SIGHUP or SIGXCPU arrives in the body.
 
     Python drops what is raised within a destructor, and libraries catch any error of an import: see `raise_if_stopped`.
     """
