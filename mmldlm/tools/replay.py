@@ -17,7 +17,7 @@ from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.config import CheckpointConfig, RunConfig
 from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.distributed.process_group import process_group
-from mmldlm.errors import DataError
+from mmldlm.errors import DataError, StorageError
 from mmldlm.settings.fields import build, set_dotted
 from mmldlm.settings.successors import current, current_overrides
 from mmldlm.telemetry.profiler import ProfileConfig
@@ -121,7 +121,10 @@ def replay(
     edges = {*begins, *(start["step"] for start in run.starts), run.last_step}
     with process_group(run.config_after(begin).distributed, launch) as ranks:
         with ranks.raise_on_all_ranks("making of the scratch folder"):
-            made = tempfile.mkdtemp(prefix="mmldlm-", dir=folder) if ranks.is_main else ""
+            try:
+                made = tempfile.mkdtemp(prefix="mmldlm-", dir=folder) if ranks.is_main else ""
+            except OSError as error:
+                raise StorageError(f"--scratch: cannot make a folder in {folder}: {error.strerror}") from None
         scratch = Path(ranks.gather(made)[0])
     try:
         for start, stop in pairwise(sorted(step for step in edges if step >= begin)):
