@@ -33,6 +33,7 @@ from mmldlm.settings.declaration import flat_settings, setting
 from mmldlm.settings.successors import current, current_overrides
 from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.utils.files import write_atomically
+from mmldlm.utils.printable import hide_passwords
 from mmldlm.utils.short_repr import display_name
 
 if TYPE_CHECKING:
@@ -214,6 +215,8 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         if min(self.keep_steps, default=1) < 1:
             raise ValueError(f"keep_steps: expected steps from 1 on, found {min(self.keep_steps)}")
+        if (shown := hide_passwords(self.mirror)) != self.mirror:
+            raise ValueError(f"mirror: found {shown}, expected no password: give it to the store's own package")
 
     def is_due(self, step: int) -> bool:
         """Return whether the settings demand a checkpoint after `step`."""
@@ -367,7 +370,7 @@ def _load(
     tree: dict[str, Any] = {}
     layers: list[ConfigLayer] = []
     if path is not None:
-        layers = read_layers(Path(path)) if may_extend else [ConfigLayer.read(Path(path))]
+        layers = read_layers(Path(path)) if may_extend else [ConfigLayer.read(Path(path), Path(path).parent)]
         tree = merge_layers(RunConfig, layers, _DATA_KEYS)
     given: dict[str, Any] = {}
     overrides = current_overrides(overrides)

@@ -1,8 +1,8 @@
 """User-facing errors and their exit codes.
 
 User-facing errors derive from `MmldlmError`. Their message is one line that names the key, file or sample, the value
-found and the value expected. `run_command` prints that line on stderr and returns the documented exit code. Any other
-exception is a bug and keeps its traceback.
+found and the value expected. `run_command` prints that line on stderr and returns the documented exit code, as it does
+for an OSError, whatever the system refuses. Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NoReturn
 
-from mmldlm.utils.printable import printable
+from mmldlm.utils.printable import hide_passwords, printable
 
 
 class ExitCode(IntEnum):
@@ -68,7 +68,7 @@ class RunInUseError(MmldlmError):
 
 
 class StorageError(MmldlmError):
-    """The disk is full or cannot be written."""
+    """A file or folder cannot be read or written, or the disk is full."""
 
     exit_code = ExitCode.STORAGE
 
@@ -90,9 +90,6 @@ def error_from_exit_code(code: int, text: str) -> MmldlmError:
     return next((cls for cls in MmldlmError.__subclasses__() if cls.exit_code == code), UsageError)(text)
 
 
-_DISK_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENAMETOOLONG}
-
-
 def exit_code_and_cause(error: BaseException | None) -> tuple[int, str]:
     """Return exit code and one-line cause of a command that ended with `error`, or cleanly with None.
 
@@ -101,19 +98,23 @@ def exit_code_and_cause(error: BaseException | None) -> tuple[int, str]:
     if error is None:
         return int(ExitCode.DONE), "finished"
     if isinstance(error, MmldlmError):
-        return int(error.exit_code), str(error)
+        return int(error.exit_code), hide_passwords(str(error))
     if isinstance(error, KeyboardInterrupt):
         return int(ExitCode.INTERRUPTED), "interrupted"
-    if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
-        return int(ExitCode.STORAGE), f"cannot write {error.filename or ''}: {error.strerror}"
-    return 1, f"{type(error).__name__}: {error}"
+    if isinstance(error, RuntimeError) and getattr(error.__context__, "errno", None) == errno.ELOOP:
+        error = error.__context__  # of a link to itself, from `Path.resolve` before Python 3.13
+    # A standard stream that nobody reads any more has no name.
+    if isinstance(error, OSError) and not (isinstance(error, BrokenPipeError) and error.filename is None):
+        name, reason = error.filename or "a file", error.strerror or " ".join(str(error).split())
+        return int(ExitCode.STORAGE), hide_passwords(f"cannot read or write {name}: {reason or type(error).__name__}")
+    return 1, hide_passwords(f"{type(error).__name__}: {error}")
 
 
 def run_command(command: Callable[[], int | None]) -> int:
     """Run `command` and return its exit code; errors that are no bugs are printed as one line on stderr."""
     try:
         return int(command() or ExitCode.DONE)
-    except (MmldlmError, OSError, KeyboardInterrupt) as error:
+    except (Exception, KeyboardInterrupt) as error:
         code, cause = exit_code_and_cause(error)
         if code == 1:
             raise

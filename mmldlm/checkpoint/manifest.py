@@ -10,8 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -19,10 +20,11 @@ from typing import Any
 from mmldlm.checkpoint.names import MANIFEST, step_and_revision
 from mmldlm.checkpoint.slices import TensorGroup
 from mmldlm.errors import DataError
-from mmldlm.utils.files import FileInfo, sha256
+from mmldlm.utils.files import FileInfo, check_inside, read_regular, sha256
 from mmldlm.utils.short_repr import short_repr, truncate
 
 FORMAT = 2
+_ENTRIES = {"format": int, "step": int, "info": dict, "files": dict, "tensors": dict}
 _MAX_NAME_BYTES = 200
 _HASH_THREADS = 8
 
@@ -56,7 +58,6 @@ def write_checkpoint_manifest(
     entries = {name: asdict(file) for name, file in files.items()}
     groups = {name: asdict(group) for name, group in tensors.items()}
     path.write_bytes(_seal({"format": FORMAT, "step": step, "info": dict(info), "files": entries, "tensors": groups}))
-    path.chmod(0o600)
     return path
 
 
@@ -67,22 +68,36 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
     """
     try:
         body = _read(folder / MANIFEST)
+        with foreign(folder / MANIFEST):
+            files = {name: int(entry["bytes"]) for name, entry in body["files"].items()}
+            digests = {name: str(entry["sha256"]) for name, entry in body["files"].items()}
+            tensors = {name: TensorGroup.from_json(group) for name, group in body["tensors"].items()}
         if (named := step_and_revision(folder.name)) and named[0] != body["step"]:
             raise DataError(f"{folder}: is the checkpoint of step {body['step']}, expected that of its name")
-        files = {name: entry["bytes"] for name, entry in body["files"].items()}
-        for name, expected in files.items():
+        for name, expected_bytes in files.items():
             check_name(name)
-            if (size := (folder / name).stat().st_size) != expected:
-                raise DataError(f"{folder / name} has {size} bytes, its manifest says {expected}")
+            if (size := (folder / name).stat().st_size) != expected_bytes:
+                raise DataError(f"{folder / name} has {size} bytes, its manifest says {expected_bytes}")
         if hashes:
+            for path in folder.rglob("*"):  # also what the manifest does not name
+                check_inside(path, folder)
             with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
                 for name, digest in zip(files, pool.map(sha256, [folder / name for name in files]), strict=True):
-                    if digest != (expected := body["files"][name]["sha256"]):
+                    if digest != (expected := digests[name]):
                         raise DataError(f"{folder / name} has SHA-256 {digest}, its manifest says {expected}")
     except OSError as error:
         raise DataError(f"cannot read {error.filename or folder}: {error.strerror}") from error
-    tensors = {name: TensorGroup.from_json(group) for name, group in body["tensors"].items()}
     return Checkpoint(folder, body["step"], body["info"], files, tensors)
+
+
+@contextmanager
+def foreign(path: Path) -> Iterator[None]:
+    """Raise a `DataError` for what odd contents of a stranger's files, read in the body, end in."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        reason = truncate(" ".join(f"{type(error).__name__} {error}".split()))
+        raise DataError(f"{path}: is not what this version writes ({reason})") from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -113,7 +128,7 @@ def _read(path: Path) -> dict[str, Any]:
     """Return the content of a manifest; DataError unless it is of this format, and byte for byte what `_seal` wrote."""
     if not path.is_file():
         raise DataError(f"{path} is missing")
-    raw = path.read_bytes()
+    raw = read_regular(path, path.parent)
     try:
         body = json.loads(raw)
         is_intact = isinstance(body, dict) and _seal({k: v for k, v in body.items() if k != "sha256"}) == raw
@@ -121,6 +136,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged: not the JSON of a manifest") from error
     if not is_intact:
         raise DataError(f"{path} is damaged: it does not match its own hash")
+    if not all(isinstance(body.get(key), kind) for key, kind in _ENTRIES.items()):
+        raise DataError(f"{path}: expected {', '.join(_ENTRIES)}, found {short_repr(body)}")
     if body["format"] != FORMAT:
         raise DataError(f"{path} has format {body['format']}, this version reads {FORMAT}: train the run again")
     return body

@@ -12,6 +12,7 @@ import json
 import logging
 import shutil
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -26,6 +27,7 @@ from mmldlm.checkpoint.names import MANIFEST, checkpoint_name, step_and_revision
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.errors import ConfigError, DataError, StorageError
 from mmldlm.utils.files import fsync, make_folder
+from mmldlm.utils.printable import hide_passwords
 from mmldlm.utils.short_repr import truncate
 from mmldlm.utils.versions import install_command
 
@@ -54,6 +56,8 @@ class Mirror:
         self.url = f"{place.rstrip('/')}/{self.run_dir.name}"
         if Path(self.url.removeprefix("file://")).resolve() == self.run_dir.resolve():
             raise ConfigError(f"checkpoint.mirror: found {place}, where run.dir is; expected another disk")
+        self._writer = uuid.uuid4().hex.encode()  # this start, as others see it in the mirror
+        self._is_claimed = False
         self._due: int | None = None  # step of the newest checkpoint that no pass has looked for
         self._pass: Future[tuple[int, dict[str, Any]]] | None = None
         self._closed = Event()
@@ -82,6 +86,7 @@ class Mirror:
         started, folder = time.monotonic(), self.run_dir / f".{CHECKPOINTS}.tmp"
         try:
             fetched = self._fetch(-1 if local is None else local.step, is_chosen, folder)
+            self._claim()
         except (ConfigError, DataError) as error:
             raise type(error)(f"checkpoint.mirror: {error}") from None
         except Exception as error:  # those of the libraries are of many kinds
@@ -181,10 +186,19 @@ class Mirror:
             return {"error": self._line(error)}
         return {"path": self.url, "bytes": copied, "seconds": time.monotonic() - started}
 
+    def _claim(self) -> None:
+        """Make this start the one that writes the mirror; one that is still running learns of it in `_copy_new`."""
+        self._put(self._writer, f"{self._place[1]}.writer")
+        self._is_claimed = True
+
     def _copy_new(self) -> int:
         """Copy the checkpoints that the store keeps, newest first, and remove other copies; return the bytes."""
         local, retention, copied = self.store.by_step(), self.store.retention, 0
         copies = self._copies(newest=max(local))
+        if not self._is_claimed:
+            self._claim()
+        if self._system.cat_file(f"{self._place[1]}.writer") != self._writer:
+            raise StorageError("another training has started with this mirror; expected another place, or run.dir")
         for step in self._steps() - {*copies}:  # interrupted
             self._system.rm(self._folder(step), recursive=True)
         losses: dict[int, float | None] = {}
@@ -193,8 +207,12 @@ class Mirror:
             losses = {step: manifest["info"].get("validation_loss") for step, manifest in manifests.items()}
             losses |= {step: self.store.validation_loss(path) for step, path in local.items()}
         keep = retention.steps_to_keep(max(local), {*local, *copies} - {max(local)}, losses)
-        for step in sorted(keep & {*local} - {*copies}, reverse=True):
+        for step in sorted(keep & {*local}, reverse=True):
             try:
+                if step in copies:
+                    if self._system.cat_file(self._manifest(step)) == (local[step] / MANIFEST).read_bytes():
+                        continue
+                    self._system.rm_file(self._manifest(step))  # the step was trained and saved again
                 copied += self._copy(step, local[step])
             except FileNotFoundError:
                 if local[step].exists():
@@ -267,7 +285,7 @@ class Mirror:
         return f"{self._folder(step)}/{CHECKPOINTS}/{checkpoint_name(step)}/{MANIFEST}"
 
     def _line(self, error: Exception) -> str:
-        text = " ".join(str(error).split()) or type(error).__name__
+        text = hide_passwords(" ".join(str(error).split()) or type(error).__name__)
         if isinstance(error, ImportError):
             text += f"; expected what this installs: {install_command('mirror')}"
         return truncate(text if self.url in text else f"{self.url}: {text}", _MAX_ERROR_CHARACTERS)

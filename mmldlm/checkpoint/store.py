@@ -88,7 +88,9 @@ class CheckpointStore:
                     raise StorageError(
                         f"cannot save step {step}: {path} is missing or does not have {file.bytes} bytes"
                     )
-            fsync(write_checkpoint_manifest(temporary, step, files, info, tensors))
+            manifest = write_checkpoint_manifest(temporary, step, files, info, tensors)
+            manifest.chmod(0o600)
+            fsync(manifest)
             fsync(temporary)
         return self.publish(temporary, step)
 

@@ -33,7 +33,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         host_tensors[name] = host.clone() if storage in storages else host
         storages.add(storage)
     try:
+        path.touch()
+        mode = path.stat().st_mode  # by the umask, unlike that of the file which safetensors puts in its place
         save_file(host_tensors, path)
+        path.chmod(mode)
     except (SafetensorError, OSError) as error:
         raise StorageError(f"cannot write {path}: {error}") from error
 
@@ -87,7 +90,7 @@ class TensorFiles(TensorSource):
         if sliced is None:
             return None
         names = (tensor_file_name(group, index, sliced.files) for index in range(sliced.files))
-        files = _Files([checkpoint.path / name for name in names])
+        files = _Files([checkpoint.file(name) for name in names])
         return cls({name: (tensor, files) for name, tensor in sliced.tensors.items()})
 
     @classmethod
@@ -125,6 +128,8 @@ class TensorFiles(TensorSource):
         for index, first, last in tensor.overlapping(start, stop):
             within = slice(max(start, first) - first, min(stop, last) - first)
             parts.append(files.read(index, name, tensor.dtype, tensor.slice_shape(first, last), within))
+        if sum(map(len, parts)) != stop - start:
+            raise DataError(f"{display_name(name)}: its slices have {sum(map(len, parts))} of {stop - start} elements")
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[tensor.dtype])

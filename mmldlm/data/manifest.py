@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.errors import DataError
-from mmldlm.utils.files import FileInfo, write_atomically
+from mmldlm.utils.files import FileInfo, read_regular, write_atomically
 
 FORMAT = 1
 SPLITS = ("train", "validation", "test")
@@ -126,7 +126,7 @@ class Manifest:
                 f"{store}: not a data store: {reason}; expected the folder that `mmldlm prepare --out` wrote"
             )
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_regular(path))
         except ValueError as error:
             raise DataError(f"{path}: not valid JSON ({error}); expected the manifest of a data store") from None
         try:

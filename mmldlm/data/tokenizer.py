@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
 from mmldlm.errors import DataError
+from mmldlm.utils.files import read_regular
 
 MASK, PAD = "[MASK]", "[PAD]"
 BUILT_IN = ("bpe", "words", "characters")  # names; any other tokenizer is given as a tokenizer.json
@@ -97,7 +98,7 @@ class Tokenizer:
         if not file.is_file():
             raise DataError(f"{file}: no such file; expected a tokenizer.json or a folder that contains one")
         try:
-            return cls(tokenizers.Tokenizer.from_str(file.read_text(encoding="utf-8")))
+            return cls(tokenizers.Tokenizer.from_str(read_regular(file).decode()))
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{file}: not a readable tokenizer.json ({_one_line(error)})") from None
 

@@ -12,7 +12,7 @@ import numpy as np
 from mmldlm.data.manifest import MANIFEST_NAME, SPLITS
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError
-from mmldlm.utils.files import FileInfo
+from mmldlm.utils.files import FileInfo, open_regular
 from mmldlm.utils.partition import partition_by_size
 from mmldlm.utils.progress import Progress
 
@@ -173,7 +173,7 @@ def _read_and_hash(path: Path, info: FileInfo, header_bytes: int = 0, row_bytes:
     buffer = memoryview(bytearray(max(1, _CHUNK_BYTES // row_bytes) * row_bytes))
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digest.update(file.read(header_bytes))
             while read := file.readinto(buffer):
                 digest.update(buffer[:read])

@@ -269,12 +269,13 @@ def write_manifest(
     tokens lose of the texts (`report.loss_shares`).
     """
     np.save(folder / TOKEN_COUNTS, contents.token_counts, allow_pickle=False)
-    shard_files = {f"{s.name}.{suffix}" for shards in contents.shards.values() for s in shards for suffix in s.files}
+    hashed = {f"{s.name}.{suffix}" for shards in contents.shards.values() for s in shards for suffix in s.files}
+    hashed |= {MANIFEST_NAME, CHECKSUM_NAME}
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
         # The hashes of shards are known from writing them; they are not read again.
-        if name not in shard_files and name.removesuffix(".tmp") not in (MANIFEST_NAME, CHECKSUM_NAME):
+        if name not in hashed and path.suffix != ".tmp":
             fsync(path)
             files[name] = file_info(path)
     prefixes = {"prefixes": True} if contents.token_counts[tokenizer.pad_id] else {}

@@ -34,6 +34,7 @@ from mmldlm.settings.declaration import setting
 GUIDANCE_NEEDS = "a run that trained joint: only there the network saw t = 1, the null condition, together with data"
 
 DRAW_TEMPERATURE = 0.6  # where texts are drawn, by default
+MAX_PASSES = 10_000  # that one setting may ask for, as of a stranger's bundle, which might ask for years
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class SamplingConfig:
         32,
         "reverse steps",
         at_least=1,
+        at_most=MAX_PASSES,
         advice="Time is proportional to it; many more steps than tokens to generate change little",
     )
     temperature: float | None = setting(
@@ -58,6 +60,7 @@ class SamplingConfig:
         "l2t without a given length: lengths around the length head's median at which texts are generated; the text "
         "that fits the latent best is kept, by the encoder's latent of it, or by its likelihood without an encoder",
         at_least=1,
+        at_most=MAX_PASSES,
         advice="Time is proportional to it; 1: the median alone",
     )
     search: int | None = setting(
@@ -65,6 +68,7 @@ class SamplingConfig:
         "l2t, with the run's encoder: how many texts are generated for one latent; after `tried_lengths` of them, "
         "tokens of the best one that fit the latent worst are masked and generated again; null: `tried_lengths` alone",
         at_least=1,
+        at_most=MAX_PASSES,
         advice="16 takes about twice the time of the default, 64 five times. It pays where a latent determines its "
         "text, as learned latents of several tokens do",
     )
@@ -90,6 +94,7 @@ class SamplingConfig:
         "reverse steps of t2l; null: 1 if the prediction is x0, which gives the mean of the latents that fit the text, "
         "otherwise `steps`",
         at_least=1,
+        at_most=MAX_PASSES,
         advice="More steps draw one of those latents, which is farther from the true one than their mean",
     )
     joint_order: Literal["together", "latents_first"] = setting(

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmldlm.distributed.watchdog import Watchdog
-from mmldlm.errors import MmldlmError, PeerLostError, error_from_exit_code
+from mmldlm.errors import MmldlmError, PeerLostError, error_from_exit_code, exit_code_and_cause
 
 T = TypeVar("T")
 
@@ -119,13 +119,13 @@ class Collectives:
     @contextlib.contextmanager
     def raise_on_all_ranks(self, what: str) -> Iterator[None]:
         """Raise a user error of any rank in the body on all ranks (collective), so that none waits for it forever."""
-        error: MmldlmError | None = None
+        error: MmldlmError | OSError | None = None
         try:
             yield
-        except MmldlmError as raised:
+        except (MmldlmError, OSError) as raised:
             error = raised
         # Any other exception is a bug and never gets here: the watchdog ends the other ranks.
-        errors = self.gather(None if error is None else (int(error.exit_code), str(error)), what)
+        errors = self.gather(None if error is None else exit_code_and_cause(error), what)
         # A rank with an error of its own keeps it, with its traceback.
         if error is not None:
             raise error

@@ -105,7 +105,9 @@ def read_launcher_env(
     use_deepspeed = use_deepspeed or bool(file)
     if use_fsdp and use_deepspeed:
         raise ConfigError("engine: both FSDP and DeepSpeed are requested; choose one")
-    if not launched and (use_fsdp or use_deepspeed or world_size > 1 or "MASTER_ADDR" in variables):
+    # Of mpirun: Open MPI's, and that of MPICH and Intel.
+    processes = max(world_size, *(_read_int(variables, name, 1) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")))
+    if not launched and (use_fsdp or use_deepspeed or processes > 1 or "MASTER_ADDR" in variables):
         requested = "FSDP" if use_fsdp else "DeepSpeed" if use_deepspeed else "a process group"
         raise ConfigError(
             f"launcher: {requested} is requested, but RANK and LOCAL_RANK are not set: every process would train its "

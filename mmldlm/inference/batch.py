@@ -36,7 +36,7 @@ from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.errors import DataError, RunInUseError, UsageError
 from mmldlm.inference.conditions import check_shape, read_array
 from mmldlm.run.load import LoadedRun, load_run_on_all_ranks, run_config
-from mmldlm.utils.files import fsync, sha256, write_atomically
+from mmldlm.utils.files import fsync, naming, sha256, write_atomically
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import CONTINUE, stop_at_signals
 from mmldlm.utils.progress import Progress
@@ -221,9 +221,10 @@ class _Output:
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         for file, content in ((self._rows, rows.astype("<f4").tobytes()), (self._lines, lines.encode())):
             if file is not None:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+                with naming(file.name):
+                    file.write(content)
+                    file.flush()
+                    os.fsync(file.fileno())
         self.done += len(records)
 
 
@@ -231,8 +232,10 @@ def _check_request(job: Job, new: bool) -> None:
     """Write the request, or raise `UsageError` if the output is not a part of what is requested."""
     path = job.summary
     if not path.exists():
-        if not new:
-            raise UsageError(f"--out: {job.out} exists, without {path.name}; expected a new file")
+        rows = job.out.with_suffix(".npy")
+        if not new or (any(job.rows) and rows.exists()):
+            existing = rows if new else job.out
+            raise UsageError(f"--out: {existing} exists, without {path.name}; expected a new file")
         write_atomically(path, json.dumps({"request": job.request}, indent=1) + "\n")
     try:
         earlier = json.loads(path.read_bytes())["request"]

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from mmldlm.checkpoint.manifest import MANIFEST, write_checkpoint_manifest
+from mmldlm.checkpoint.manifest import foreign, write_checkpoint_manifest
 from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
 from mmldlm.checkpoint.state import model_state, weights_hash
 from mmldlm.checkpoint.tensors import write_tensors
@@ -32,7 +32,7 @@ from mmldlm.model.initial_weights import InitConfig
 from mmldlm.run.compatibility import LATENTS_NAME, identity
 from mmldlm.run.load import BUNDLE_CONFIG, DESCRIPTION, LoadedRun
 from mmldlm.settings.declaration import dump
-from mmldlm.utils.files import file_info, fsync
+from mmldlm.utils.files import file_info, fsync, read_regular
 
 EVALUATION_NAME, CARD_NAME = "evaluation.json", "README.md"
 
@@ -92,21 +92,20 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
     write_description(run.store, folder / DESCRIPTION)
     info = {**run.info, "identity": identity(run.config, run.store), "weights": run.weights}
     info["description"] = description = description or str(run.info.get("description", ""))
-    evaluation = matching_evaluation(run)
+    parameters = sum(tensor.numel for tensor in slices.values())
+    with foreign(run.folder / EVALUATION_NAME):
+        evaluation = matching_evaluation(run)
+        card = _card(run, parameters, evaluation, description)
     if evaluation is not None:
         _write_json(folder / EVALUATION_NAME, evaluation)
         names.append(EVALUATION_NAME)
-    parameters = sum(tensor.numel for tensor in slices.values())
-    card = _card(run, parameters, evaluation, description)
     (folder / CARD_NAME).write_text(card, encoding="utf-8")
     inside = [path for name in ("tokenizer", DESCRIPTION) for path in (folder / name).rglob("*") if path.is_file()]
     paths = sorted([*(folder / name for name in names), *inside])
     for path in paths:
         fsync(path)
     files = {path.relative_to(folder).as_posix(): file_info(path) for path in paths}
-    write_checkpoint_manifest(folder, run.step, files, info, {"model": TensorGroup(1, slices)})
-    (folder / MANIFEST).chmod(0o644)  # unlike a checkpoint, a bundle is for others
-    fsync(folder / MANIFEST)
+    fsync(write_checkpoint_manifest(folder, run.step, files, info, {"model": TensorGroup(1, slices)}))
 
 
 def portable(config: RunConfig) -> RunConfig:
@@ -119,7 +118,7 @@ def portable(config: RunConfig) -> RunConfig:
 def matching_evaluation(run: LoadedRun) -> dict[str, Any] | None:
     """Return the content of the run's `evaluation.json`; None unless it is of these weights and their data."""
     path = run.folder / EVALUATION_NAME
-    evaluation = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    evaluation = json.loads(read_regular(path, run.folder)) if path.is_file() else {}
     if not evaluation:
         return None
     expected = {"step": run.step, "weights": run.weights, "data_manifest": run.info.get("data_manifest")}

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from mmldlm.inference.edit import SpanEdit, mask_span
 from mmldlm.inference.generate import check_guidance, interpolate, sample
 from mmldlm.run.load import LoadedRun, add_run_options, add_search, add_settings, given_settings, load_run
 from mmldlm.utils.cpu import choose_threads
+from mmldlm.utils.files import write_atomically
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
@@ -144,7 +146,9 @@ def main(argv: list[str] | None = None) -> int:
     for line in [f"{run}:", *lines] if run.has_ema else lines:
         print(printable(line))
     if options.out:
-        np.save(options.out, generation.latents.numpy(), allow_pickle=False)
+        content = BytesIO()
+        np.save(content, generation.latents.numpy(), allow_pickle=False)
+        write_atomically(options.out, content.getvalue())
         print(printable(f"latents {list(generation.latents.shape)} written to {options.out}"))
     return 0
 

@@ -25,6 +25,7 @@ from mmldlm.run.load import LoadedRun, load_run
 from mmldlm.settings.declaration import dump, restore
 from mmldlm.settings.successors import current
 from mmldlm.utils.intervals import Ratio, ratio_of_sums
+from mmldlm.utils.torch_defaults import torch_defaults
 
 GRID_TEXTS = 64  # consecutive texts that share a low-discrepancy grid of noise times, in `score`
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Model(_HubMixin):
         """Tokens of the longest text."""
         return self.run.store.manifest.max_length
 
+    @torch_defaults()
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return the encoder's latents of n texts on its own scale, float32 [n, M, C].
 
@@ -111,6 +113,7 @@ class Model(_HubMixin):
         """
         return encode_or_raise(self.run.encoder, _as_list(texts), ", or latents")
 
+    @torch_defaults()
     def sample(
         self,
         texts: Sequence[str] | None = None,
@@ -170,6 +173,7 @@ class Model(_HubMixin):
         generation, generated = sample(self.run, mode, config, seed, raw, conditions, count, lengths, prefixes=prefixes)
         return Samples(generated, generation.split(), generation.latents.numpy())
 
+    @torch_defaults()
     def score(
         self,
         texts: Sequence[str],

@@ -8,8 +8,12 @@ and after it in each stream.
 
 from __future__ import annotations
 
+import struct
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +24,8 @@ from mmldlm.model.activation_checkpoint import Recomputed
 from mmldlm.model.attention import JOINT_BACKENDS, Backend
 from mmldlm.model.mmdit import MMDiT, MMDiTBlock
 from mmldlm.settings.declaration import require_effect, setting
+
+TORN_AFTER_S, _POLL_S = 10.0, 0.5  # a linker that is alive writes on
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device, i
     if config.scope == "none" or (config.scope == "auto" and (device.type == "cpu" or not is_supported)):
         return "none"
     try:
+        remove_torn_kernels()
         torch.compile(lambda x: (x * 2).relu() + 1)(torch.ones(8, device=device))
     except Exception as error:  # a missing compiler raises errors of many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -83,6 +90,28 @@ def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device, i
             else:
                 setattr(module, method, Region(function, config.mode))
     return f"regional, mode {config.mode}"
+
+
+def remove_torn_kernels() -> None:
+    """Remove what a kill has left half written in torch's cache of kernels, which would end all later starts."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    for path in [*Path(cache_dir()).glob("*/*.so"), *Path(cache_dir()).glob("*/*.o")]:
+        with suppress(FileNotFoundError):  # another start is removing it
+            while not (is_whole := _is_whole(path)) and time.time() - path.stat().st_mtime < TORN_AFTER_S:
+                time.sleep(_POLL_S)
+            if not is_whole:
+                path.unlink()
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether an ELF file has all of its section headers, which are its end."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if header[:4] != b"\x7fELF":  # nothing is written yet, or it is a file of another system
+        return bool(header.strip(b"\0"))
+    offset, entry_bytes, entries = struct.unpack_from("<Q10xHH", header.ljust(64, b"\0"), 40)
+    return offset > 0 and offset + entry_bytes * entries <= path.stat().st_size
 
 
 def regions(block: MMDiTBlock, backend: Backend) -> list[tuple[nn.Module, str]]:

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from mmldlm.checkpoint.manifest import Checkpoint
@@ -77,6 +78,10 @@ def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) ->
 def saved_latent_stats(checkpoint: Checkpoint, store: Store) -> LatentInfo:
     """Return the latents of `store` with the standardization that a checkpoint was trained with."""
     saved = LatentInfo.from_json(json.loads(checkpoint.file(LATENTS_NAME).read_bytes()))
+    numbers = np.array([saved.rms, saved.max_norm, *saved.mean], float)
+    if len(saved.mean) != store.manifest.latent.channels or not np.isfinite(numbers).all() or saved.rms <= 0:
+        found = f"{len(saved.mean)} channels, rms {saved.rms}"
+        raise DataError(f"{checkpoint.file(LATENTS_NAME)}: expected finite means and an rms above 0, found {found}")
     return replace(store.manifest.latent, mean=saved.mean, rms=saved.rms, max_norm=saved.max_norm)
 
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, verify_checkpoint
-from mmldlm.checkpoint.state import load_model_state
+from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, foreign, verify_checkpoint
+from mmldlm.checkpoint.state import check_model_state, load_model_state
 from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import CONFIG_NAME, RunConfig, load_config
@@ -36,9 +36,11 @@ from mmldlm.run.compatibility import check_compatible, match_training_data, save
 from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
 from mmldlm.settings.declaration import restore
 from mmldlm.settings.successors import REMOVED_WORDS, current, current_overrides
+from mmldlm.utils.files import read_regular
 from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import short_repr, truncate
+from mmldlm.utils.torch_defaults import torch_defaults
 
 if TYPE_CHECKING:
     from mmldlm.distributed.collectives import Collectives
@@ -141,8 +143,11 @@ def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
 
 def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     try:
-        tree = current(json.loads(path.read_text(encoding="utf-8")), str(path), is_record=True)
-        config = restore(RunConfig, tree)
+        with foreign(path):
+            tree = current(json.loads(read_regular(path, path.parent)), str(path), is_record=True)
+            config = restore(RunConfig, tree)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except (ConfigError, ValueError) as error:  # of another version
         raise DataError(f"{path}: {truncate(str(error), 400)}; expected the config of `mmldlm export`") from None
     if not overrides:
@@ -158,7 +163,7 @@ def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _with_json(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the tree of a config with values as in JSON; a value of another kind than before is a `ConfigError`."""
+    """Return the tree of a config with values as in JSON, which `restore` checks."""
     for assignment in overrides:
         key, _, text = assignment.partition("=")
         *groups, name = key.split(".")
@@ -166,8 +171,6 @@ def _with_json(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]
         value: Any = text
         with suppress(ValueError):
             value = json.loads(text)
-        if isinstance(group.get(name), (bool, int, float)) and not isinstance(value, (int, float)):
-            raise ConfigError(f"{key}: expected a number, found {short_repr(text)}")
         group[name] = value
     return tree
 
@@ -212,6 +215,7 @@ def choose_weights(saved: Checkpoint, requested: Weights | None, has_ema: bool, 
     return requested or default
 
 
+@torch_defaults()
 def load_run(
     run_dir: Path | str,
     checkpoint: Path | str | None = None,
@@ -244,32 +248,46 @@ def load_run(
     config = run_config(folder, [*([f"data.path={data}", "data.mixture={}"] if data else []), *settings])
     is_other = checkpoint is not None and Path(checkpoint) != folder
     saved = verify_checkpoint(Path(str(checkpoint))) if is_other else newest_checkpoint(folder, config)
-    store = match_training_data(saved, _open_data(folder, config))
-    check_compatible(saved, config, store)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    set_matmul_precision(config)
-    model = build_meta_model(config, store.manifest, device.type)
-    materialize(model, device)
-    ema = saved_ema(saved, model)
-    weights = choose_weights(saved, weights, ema is not None, config.ema.evaluate)
-    tensors = TensorFiles.open(saved, "model")
-    # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
-    load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
-    if "alignment" in saved.tensors:  # its latents were vectors of another encoder
-        raise DataError(f"{folder}: a bundle of `mmldlm align`, which is gone, {REMOVED_WORDS['align']}")
-    return LoadedRun(
-        folder=folder,
-        config=config,
-        store=store,
-        tokenizer=Tokenizer.load(saved.path / "tokenizer"),
-        model=model.eval(),
-        objective=build_objective(config, store.manifest),
-        device=device,
-        step=saved.step,
-        weights=weights,
-        has_ema=ema is not None,
-        info=saved.info,
-    )
+    try:
+        with foreign(saved.path):
+            store = match_training_data(saved, _open_data(folder, config))
+            check_compatible(saved, config, store)
+            device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            set_matmul_precision(config)
+            model = build_meta_model(config, store.manifest, device.type)
+            check_model_state(model, TensorFiles.open(saved, "model"))  # before a stranger's sizes take memory
+            materialize(model, device)
+            ema = saved_ema(saved, model)
+            weights = choose_weights(saved, weights, ema is not None, config.ema.evaluate)
+            tensors = TensorFiles.open(saved, "model")
+            # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
+            load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
+            for name, tensor in model.state_dict().items():
+                if not tensor.isfinite().all():
+                    raise DataError(f"{saved.path}: {name} has values that are not finite, expected a trained network")
+            if "alignment" in saved.tensors:  # its latents were vectors of another encoder
+                raise DataError(f"{folder}: a bundle of `mmldlm align`, which is gone, {REMOVED_WORDS['align']}")
+            tokenizer = Tokenizer.load(saved.file("tokenizer/tokenizer.json"))
+            if tokenizer.identity != store.manifest.tokenizer["sha256"]:
+                raise DataError(f"{saved.path}: its tokenizer is another one than that of its data")
+            return LoadedRun(
+                folder=folder,
+                config=config,
+                store=store,
+                tokenizer=tokenizer,
+                model=model.eval(),
+                objective=build_objective(config, store.manifest),
+                device=device,
+                step=saved.step,
+                weights=weights,
+                has_ema=ema is not None,
+                info=saved.info,
+            )
+    except (DataError, OSError):
+        if is_other or saved.path.exists():
+            raise
+    # The run has removed this checkpoint meanwhile, and has a newer one.
+    return load_run(run_dir, None, data, weights, settings, device)
 
 
 def load_run_on_all_ranks(options: Namespace, processes: Collectives) -> LoadedRun:
@@ -279,5 +297,11 @@ def load_run_on_all_ranks(options: Namespace, processes: Collectives) -> LoadedR
         if checkpoint is None and processes.is_main:  # once for all ranks, as a running run may save another one
             checkpoint = newest_checkpoint(options.run, run_config(options.run)).path
     checkpoint = processes.gather(str(checkpoint), "choice of the checkpoint")[0]
-    with processes.raise_on_all_ranks("loading of the run"):
-        return load_run(options.run, checkpoint, options.data, options.weights, given_settings(options))
+    try:
+        with processes.raise_on_all_ranks("loading of the run"):
+            return load_run(options.run, checkpoint, options.data, options.weights, given_settings(options))
+    except (MmldlmError, OSError):
+        is_there = processes.gather(Path(checkpoint).exists(), "search for the checkpoint")[0]
+        if options.checkpoint is not None or is_there:
+            raise
+    return load_run_on_all_ranks(options, processes)

@@ -10,9 +10,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from mmldlm.errors import ConfigError
 from mmldlm.utils.short_repr import short_repr
@@ -104,9 +106,11 @@ def flat_settings(settings: Any) -> dict[str, Any]:
 def restore(cls: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
     """Build the dataclass `cls` from the JSON values of its `dump`; missing keys take their defaults.
 
-    Types are trusted; it is a `ConfigError` if a key is unknown or a value out of bounds. `prefix` is the dotted key of
-    `tree` with a trailing dot, for messages.
+    It is a `ConfigError` if a key is unknown, or a value is of another type or out of bounds. `prefix` is the dotted
+    key of `tree` with a trailing dot, for messages.
     """
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{prefix.rstrip('.') or 'config'}: expected keys below it, found {short_repr(tree)}")
     fields = {key_of(field): field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     settings: dict[str, Any] = {}
     for key, value in tree.items():
@@ -120,8 +124,9 @@ def restore(cls: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
             value = tuple(value)
         elif get_origin(hint) is dict and get_args(hint)[0] is int:
             value = {int(number): item for number, item in value.items()}
-        if get_origin(hint) is Literal and value not in (values := get_args(hint)):
-            raise ConfigError(f"{name}: expected one of {', '.join(map(str, values))}, found {short_repr(value)}")
+        if not _is_of(hint, value):
+            expected = f"one of {', '.join(map(str, get_args(hint)))}" if get_origin(hint) is Literal else hint
+            raise ConfigError(f"{name}: expected {getattr(expected, '__name__', expected)}, found {short_repr(value)}")
         for bound, (words, holds) in _BOUNDS.items():
             if bound in field.metadata and type(value) in (int, float) and not holds(value, field.metadata[bound]):
                 raise ConfigError(f"{name}: must be {words} {field.metadata[bound]:g}, found {short_repr(value)}")
@@ -130,3 +135,21 @@ def restore(cls: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
         return cls(**settings)
     except ValueError as error:  # of __post_init__, whose message begins with the name of the setting
         raise ConfigError(f"{prefix}{error}") from None
+
+
+def _is_of(hint: Any, value: Any) -> bool:
+    """Return whether a value has the type of a setting; numbers are finite."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return value in args
+    if origin in (Union, UnionType):
+        return any(_is_of(member, value) for member in args)
+    if origin is dict:
+        return isinstance(value, dict) and all(_is_of(args[0], key) and _is_of(args[1], value[key]) for key in value)
+    if origin is tuple:
+        return isinstance(value, tuple) and len(value) == len(args) and all(map(_is_of, args, value))
+    if origin is list:
+        return isinstance(value, list) and all(_is_of(args[0], item) for item in value)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, hint) and isinstance(value, bool) == (hint is bool)

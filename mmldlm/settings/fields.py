@@ -19,7 +19,7 @@ from pydantic_core import ErrorDetails
 
 from mmldlm.errors import ConfigError
 from mmldlm.settings.declaration import dump, leaves
-from mmldlm.settings.yaml import parse_yaml
+from mmldlm.settings.yaml import Dumper, parse_yaml
 from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
 T = TypeVar("T")
@@ -129,6 +129,9 @@ def _key(error: ErrorDetails, tree: Any) -> str:
 def _problem(key: str, errors: Sequence[ErrorDetails], known: set[str]) -> str:
     """Return the message of the errors at `key`, which are several for a union."""
     kind, value = errors[0]["type"], errors[0]["input"]
+    if kind == "unexpected_keyword_argument" and key in known:  # such as `train.steps` at the top of a file
+        nested = f"{key.replace('.', ': {')}: {short_repr(value)}{'}' * key.count('.')}"
+        return f"unknown key {short_repr(key)}: in a file, write {nested}"
     if kind == "unexpected_keyword_argument":
         return f"unknown key {short_repr(key)}: {nearest_key(key, known)}"
     if kind == "value_error":  # of __post_init__, whose message begins with the name of the setting
@@ -160,4 +163,4 @@ def nearest_key(key: str, known: set[str]) -> str:
 
 def to_yaml(value: Any) -> str:
     """Return a settings dataclass as YAML."""
-    return yaml.safe_dump(dump(value), sort_keys=False, allow_unicode=True, default_flow_style=False)
+    return yaml.dump(dump(value), Dumper=Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False)

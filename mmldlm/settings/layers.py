@@ -37,9 +37,9 @@ class ConfigLayer:
     tree: dict[str, Any]
 
     @classmethod
-    def read(cls, path: Path) -> ConfigLayer:
-        """Read and parse the file, with the keys of this version; ConfigError if that is impossible."""
-        text = read_yaml_text(path)
+    def read(cls, path: Path, folder: Path | None = None) -> ConfigLayer:
+        """Read and parse the file, see `read_yaml_text`, with the keys of this version; ConfigError if it cannot be."""
+        text = read_yaml_text(path, folder)
         # Of a run folder or a checkpoint.
         records = path.with_name("startup.json"), path.with_name("manifest.json")
         is_record = path.name == "config.yaml" and any(map(Path.is_file, records))

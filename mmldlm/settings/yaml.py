@@ -10,11 +10,23 @@ from typing import Any
 import yaml
 
 from mmldlm.errors import ConfigError
+from mmldlm.utils.files import read_regular
 from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
 
 class _Loader(yaml.SafeLoader):
-    """`yaml.SafeLoader` that reads 1e-4 as a number and rejects duplicate keys."""
+    """`yaml.SafeLoader` with the numbers of YAML 1.2; it rejects duplicate keys, NUL, and types unknown to JSON."""
+
+    def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
+        if isinstance(node.value, str) and "\0" in node.value:  # which no path can have
+            raise ConfigError(
+                f"line {node.start_mark.line + 1}: expected text without NUL, found {short_repr(node.value)}"
+            )
+        return super().construct_scalar(node)
+
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        text = self.construct_scalar(node).replace("_", "")
+        return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
@@ -28,12 +40,25 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-# PyYAML follows YAML 1.1, in which 1e-4 without a dot is text.
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d[\d_]*)(\.[\d_]*)?[eE][-+]?\d+$"),
-    list("-+0123456789"),
-)
+class Dumper(yaml.SafeDumper):
+    """`yaml.SafeDumper` that quotes text which is a number in YAML 1.1, of which it is, or in YAML 1.2."""
+
+
+# PyYAML follows YAML 1.1, in which 1:30 is 90, 010 is 8, 1e-4 without a dot is text, and there are dates.
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in pairs if not tag.endswith((":int", ":float", ":timestamp"))]
+    for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_NUMBERS = {  # of YAML 1.2, section 10.3.2, with 1_000 besides
+    "int": r"[-+]?\d[\d_]*|0o[0-7]+|0x[\da-fA-F]+",
+    "float": r"[-+]?(\.\d+|\d[\d_]*(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+}
+for name, pattern in _NUMBERS.items():
+    for cls in (_Loader, Dumper):
+        cls.add_implicit_resolver(f"tag:yaml.org,2002:{name}", re.compile(f"^({pattern})$"), list("-+.0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
+for name in ("binary", "timestamp", "omap", "pairs", "set"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{name}", _Loader.construct_undefined)  # type: ignore[type-var]
 
 
 def parse_yaml(text: str, source: str) -> Any:
@@ -42,7 +67,7 @@ def parse_yaml(text: str, source: str) -> Any:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of SafeLoader
     except ConfigError as error:
         raise ConfigError(f"{display_name(source)}: {error}") from None
-    except (yaml.YAMLError, ValueError) as error:  # PyYAML passes on Python's errors for malformed numbers and dates
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also Python's own, for malformed numbers
         mark = getattr(error, "problem_mark", None)
         where = f"{display_name(source)}, line {mark.line + 1}" if mark else display_name(source)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -72,16 +97,19 @@ def find_key_lines(text: str, keys: Iterable[str]) -> dict[str, int]:
     return lines
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path, folder: Path | None = None) -> dict[str, Any]:
     """Return the mapping in a YAML file; ConfigError if it is missing, unreadable or not a mapping."""
-    return parse_mapping(read_yaml_text(path), str(path))
+    return parse_mapping(read_yaml_text(path, folder), str(path))
 
 
-def read_yaml_text(path: Path) -> str:
-    """Return the text of a config file; ConfigError if it is missing or unreadable."""
+def read_yaml_text(path: Path, folder: Path | None = None) -> str:
+    """Return the text of a config file; ConfigError if it is missing or unreadable.
+
+    With `folder` it is a file of that run folder, which a stranger may have made; otherwise it may be a pipe.
+    """
     name = display_name(str(path))
     try:
-        return path.read_text(encoding="utf-8")
+        return (path.read_bytes() if folder is None else read_regular(path, folder)).decode()
     except FileNotFoundError:
         raise ConfigError(f"config file {name} does not exist") from None
     except (OSError, ValueError) as error:  # also content that is not UTF-8

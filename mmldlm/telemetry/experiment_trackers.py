@@ -16,7 +16,7 @@ from typing import Any
 from mmldlm.errors import ConfigError
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.nested import flatten
-from mmldlm.utils.printable import printable
+from mmldlm.utils.printable import hide_passwords, printable
 
 # The variable with which a tracker's own client is told the project, for those whose class in Accelerate ignores it.
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "comet_ml": "COMET_PROJECT_NAME"}
@@ -91,7 +91,7 @@ class ExperimentTracker:
         except Exception as error:  # of the tracker's package: any type
             line = printable(f"tracker {self.name}: {type(error).__name__}: {error}".splitlines()[0])
             with suppress(OSError):
-                error_file.write_text(f"{line}\n\n{traceback.format_exc()}", encoding="utf-8")
+                error_file.write_text(f"{line}\n\n{hide_passwords(traceback.format_exc())}", encoding="utf-8")
             self._notify(f"{line}; it gets nothing more until the next start, see {error_file}")
         finally:
             self._started.set()

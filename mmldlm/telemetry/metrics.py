@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmldlm.errors import StorageError
-from mmldlm.utils.files import is_at, write_atomically
+from mmldlm.utils.files import is_at, naming, write_atomically
 
 Kind = Literal[
     "train",
@@ -70,8 +70,9 @@ class MetricsFile:
         record |= {key: _plain(value, key, nonfinite) for key, value in values.items()}
         if nonfinite:
             record["nonfinite"] = nonfinite
-        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        with naming(self.path):
+            self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+            self._file.flush()
 
     @property
     def is_in_place(self) -> bool:

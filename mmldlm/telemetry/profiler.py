@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from mmldlm.errors import StorageError
 from mmldlm.settings.declaration import setting
 from mmldlm.utils.callback import Callback
+from mmldlm.utils.files import naming
 
 FOLDER = "profile"
 _WARMUP_STEPS = 1  # traced and thrown away: the first ones have the overhead of the tracing itself
@@ -88,7 +88,7 @@ class StepProfiler(Callback):
 
     def _write(self, profiler: profile) -> None:
         table = profiler.key_averages().table(sort_by=f"self_{self.device_type}_time_total", row_limit=50)
-        try:
+        with naming(self.folder):
             self.folder.mkdir(exist_ok=True)
             trace = self.folder / f"trace.rank{self.rank}.json"
             profiler.export_chrome_trace(str(trace))  # under the name of a .gz it would compress line by line
@@ -96,8 +96,6 @@ class StepProfiler(Callback):
                 shutil.copyfileobj(plain, compressed)
             trace.unlink()
             (self.folder / f"operations.rank{self.rank}.txt").write_text(table, encoding="utf-8")
-        except OSError as error:
-            raise StorageError(f"cannot write {self.folder}: {error.strerror or error}") from error
 
 
 def write_memory_history(run_dir: Path, rank: int) -> Path:

@@ -225,7 +225,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.command == "merge":
         shares = options.shares or [1.0] * len(options.checkpoints)
         if not 1 < len(shares) == len(options.checkpoints) or not all(0 < share < math.inf for share in shares):
-            found = f"{len(options.checkpoints)} checkpoints and {shares}"
+            given = len(options.checkpoints)
+            found = "one checkpoint" if given == 1 else f"{given} checkpoints and --shares {shares}"
             raise UsageError(f"checkpoints merge: expected two or more, with a share above 0 of each, found {found}")
         check_new(options.out)
         run = merge_checkpoints(options.checkpoints, shares, options.weights)

@@ -41,6 +41,7 @@ HOST, DEFAULT_PORT, MIN_PORT = "127.0.0.1", 8000, 1024
 HOST_NAMES = (HOST, "localhost")  # by which a browser may address the server
 MAX_TEXT_CHARS, MAX_STEPS, MAX_ERROR_CHARS = 10_000, 512, 500
 MAX_WAITING = 32  # requests in the queue
+MAX_BODY_BYTES = 1 << 20  # of a request, which is a few texts
 FIELD_WIDTH = 120  # pixels, at least
 # The browser loads nothing from elsewhere, and shows the page in no frame. Gradio needs inline and generated scripts.
 CONTENT_POLICY = "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; frame-ancestors 'none'"
@@ -250,6 +251,18 @@ class Page:
                 texts = {"From": first, "To": second}
                 self._form("l2t", note, texts, ("points", "length", *_SAMPLING), demo.between, results)
         self.blocks.queue(max_size=MAX_WAITING)
+        answer = self.blocks.process_api
+
+        async def answer_in_one_line(*arguments: Any, **options: Any) -> Any:
+            try:
+                return await answer(*arguments, **options)
+            except gradio.Error:
+                raise
+            except Exception as error:  # the fields of a request are not those of its form
+                message = truncate(" ".join(str(error).split()), MAX_ERROR_CHARS)
+                raise gradio.Error(escape(message), print_exception=False) from None
+
+        self.blocks.process_api = answer_in_one_line
 
     def launch(self, port: int) -> str:
         """Serve the page to this machine only, in a thread, and return its address. Port 0 takes a free one.
@@ -377,6 +390,10 @@ def same_page_only(app: Any) -> Any:
             if host.partition(":")[0] not in HOST_NAMES or headers.get(b"origin", f"http://{host}") != f"http://{host}":
                 await send({"type": "http.response.start", "status": 403, "headers": []})
                 await send({"type": "http.response.body", "body": b"only for pages of this server"})
+                return
+            if b"transfer-encoding" in headers or int(headers.get(b"content-length", "0")) > MAX_BODY_BYTES:
+                await send({"type": "http.response.start", "status": 413, "headers": []})
+                await send({"type": "http.response.body", "body": b"too large"})
                 return
         await app(scope, receive, send_with_policy)
 

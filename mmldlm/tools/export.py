@@ -9,7 +9,7 @@ from pathlib import Path
 from mmldlm.errors import DataError, UsageError
 from mmldlm.inference.bundle import EVALUATION_NAME, matching_evaluation, write_bundle
 from mmldlm.run.load import LoadedRun, add_run_options, load_run
-from mmldlm.utils.files import fsync, make_folder
+from mmldlm.utils.files import fsync, make_folder, naming, temporary_name
 from mmldlm.utils.printable import printable
 
 
@@ -21,12 +21,16 @@ def check_new(out: Path) -> None:
 
 def save_bundle(run: LoadedRun, out: Path, description: str = "") -> None:
     """Write a bundle to a new folder, complete or not at all: to one beside it, which is then renamed."""
-    temporary = out.absolute().with_name(f".{out.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    make_folder(temporary)
+    temporary = temporary_name(out.absolute())
     try:
-        write_bundle(run, temporary, description)
-        temporary.rename(out)
+        make_folder(temporary)
+        with naming(out):
+            write_bundle(run, temporary, description)
+        try:
+            temporary.rename(out)
+        except OSError:
+            check_new(out)  # another process may just have made it
+            raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     fsync(out.absolute().parent)

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import mmldlm
-from mmldlm.errors import UsageError
+from mmldlm.errors import StorageError, UsageError
 
 FILES = Path(mmldlm.__file__).parent / "project"  # in a checkout, links to the folders at its root
 
@@ -21,7 +21,11 @@ def main(argv: list[str] | None = None) -> int:
     taken = [name for name in names if (folder / name).exists()]
     if taken:
         raise UsageError(f"{folder / taken[0]}: exists already, expected a folder without {', '.join(names)}")
-    shutil.copytree(FILES, folder, dirs_exist_ok=True)
+    try:
+        shutil.copytree(FILES, folder, dirs_exist_ok=True)
+    except shutil.Error as error:
+        _, target, reason = error.args[0][0]
+        raise StorageError(f"cannot write {target}: {reason}") from None
     print(f"written to {folder}: {', '.join(names)}")
     print("next, in that folder: bash scripts/quickstart.sh; mmldlm config configs/tiny.yaml shows every setting")
     return 0

@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from mmldlm.errors import DataError, ExitCode
+from mmldlm.utils.files import read_regular
 from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import short_repr
 
@@ -144,7 +145,7 @@ def check_record(line: bytes) -> Record:
 def read_json(path: Path) -> Mapping[str, Any]:
     """Return the JSON object in `path`; empty if the file is missing, torn or no JSON object."""
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_regular(path, path.parent))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -153,6 +154,6 @@ def read_json(path: Path) -> Mapping[str, Any]:
 def read_model(path: Path, model: type[_ModelT]) -> _ModelT | None:
     """Return the content of `path` as `model`; None if the file is missing, torn or says something else."""
     try:
-        return model.model_validate_json(path.read_bytes())
+        return model.model_validate_json(read_regular(path, path.parent))
     except (OSError, ValueError):
         return None

@@ -24,6 +24,7 @@ from mmldlm.telemetry.profiler import ProfileConfig
 from mmldlm.tools.records import Record, check_record
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
+from mmldlm.utils.files import open_regular
 
 _OF_STARTS = ("config", "data_manifest", "versions", "world_size", "ranks")  # what a replay needs
 
@@ -46,7 +47,9 @@ class RecordedRun:
     def read(cls, folder: Path, overrides: Sequence[str] = ()) -> RecordedRun:
         """Read the records of a run; if the record of a start is missing or incomplete, raise `DataError`."""
         path, records, damaged = folder / "metrics.jsonl", [], []
-        for number, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
+        with open_regular(path, folder) if path.exists() else io.BytesIO() as file:
+            lines = file.read().splitlines()
+        for number, line in enumerate(lines, start=1):
             try:
                 records.append(check_record(line))
             except DataError as error:

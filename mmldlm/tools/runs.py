@@ -18,10 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from mmldlm.errors import ConfigError, DataError, ExitCode, StorageError
+from mmldlm.errors import ConfigError, DataError, ExitCode
 from mmldlm.settings.successors import current
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.tools.records import ExitReport, Lock, Record, StartupReport, check_record, read_model
+from mmldlm.utils.files import open_regular
 from mmldlm.utils.format import human_duration
 from mmldlm.utils.nested import flatten
 
@@ -108,9 +109,9 @@ class MetricsReader:
         self._of_kind[kind].append(record)
 
     def refresh(self) -> bool:
-        """Read what was added and return whether anything changed; if the file cannot be read, raise `StorageError`."""
+        """Read what was added and return whether anything changed; OSError if it cannot be read."""
         try:
-            with self.path.open("rb") as file:
+            with open_regular(self.path, self.path.parent) as file:
                 # A file that was replaced does not have the bytes before the offset that were read there.
                 file.seek(self._offset - len(self._tail))
                 is_other = file.read(len(self._tail)) != self._tail
@@ -122,8 +123,6 @@ class MetricsReader:
             had_records = bool(self.records)
             self._forget()
             return had_records
-        except OSError as error:
-            raise StorageError(f"cannot read {self.path}: {error.strerror}") from None
         added = added[: added.rfind(b"\n") + 1]  # a torn last line is read when it is whole
         self._offset += len(added)
         self._tail = (self._tail + added)[-_TAIL_BYTES:]
@@ -288,7 +287,7 @@ class History(MetricsReader):
         """The resolved config of the latest start, by dotted key; empty if the file cannot be read."""
         path = self.run_dir / "config.yaml"
         try:
-            return flatten(current(read_yaml(path), str(path), is_record=True))
+            return flatten(current(read_yaml(path, path.parent), str(path), is_record=True))
         except ConfigError:
             return {}
 

@@ -25,7 +25,7 @@ from mmldlm.distributed.flight_recorder import set_trace_folder
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launch import DDP, FSDP2, LauncherEnv
 from mmldlm.distributed.optimizers import build_optimizer, check_device
-from mmldlm.errors import ConfigError, StorageError
+from mmldlm.errors import ConfigError
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.model.compile import compile_regions
 from mmldlm.model.flops import ModelFlops
@@ -89,10 +89,7 @@ def open_run(
     fingerprint = compare_ranks(engine, config, components.store)
     with engine.raise_on_all_ranks("opening of the run folder"):
         if engine.is_main:
-            try:
-                make_folder(run_dir)
-            except OSError as error:
-                raise StorageError(f"run.dir: cannot create {run_dir}: {error.strerror}") from None
+            make_folder(run_dir)
             end.enter_context(RunLock(run_dir))
             clear_exit_files(run_dir)
     check_run_folder(engine, run_dir)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
+import stat
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 _CHUNK = 1 << 20
+_MAX_TEXT_BYTES = 64 << 20  # of a file that is read whole
+_MAX_HOLE_BYTES, _MIN_STORED_SHARE = 16 << 20, 0.01  # larger files of which less is on the disk are refused
 
 
 @dataclass(frozen=True)
@@ -22,11 +27,22 @@ class FileInfo:
     sha256: str
 
 
+@contextmanager
+def naming(path: Path | str) -> Iterator[None]:
+    """Name the file or folder that the body reads or writes in an OSError without a name, as of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def fsync(path: Path) -> None:
     """Flush a file's content, or a folder's entries, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
@@ -41,11 +57,21 @@ def make_folder(path: Path) -> None:
 
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace the content of `path` atomically: after a crash it has either the old content or all of the new one."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    fsync(temporary)
-    temporary.replace(path)
+    temporary = temporary_name(path)
+    with naming(path):
+        try:
+            with temporary.open("xb") as file:  # a new file, which nobody else writes or misses
+                file.write(content.encode() if isinstance(content, str) else content)
+            fsync(temporary)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
     fsync(path.parent)
+
+
+def temporary_name(path: Path) -> Path:
+    """Return a new name beside `path`, for this process alone."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
 def is_at(descriptor: int, path: Path) -> bool:
@@ -79,10 +105,51 @@ def wait_until_visible(path: Path, timeout_s: float) -> bool:
     return True
 
 
+def check_inside(path: Path, folder: Path) -> None:
+    """Raise OSError if a link in a folder, which may be a stranger's, leads `path` outside of that folder.
+
+    The folder may itself be a link. Files that huggingface_hub has downloaded are links to the `blobs` of their model.
+    """
+    root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
+    is_blob = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
+    if not target.is_relative_to(root) and not is_blob:
+        raise OSError(errno.EPERM, f"is a link that leads outside {folder}", str(path))
+
+
+def open_regular(path: Path, folder: Path | None = None) -> BufferedReader:
+    """Open a file that a stranger may have made, for reading; OSError if reading it might never end.
+
+    That is a pipe, a device, or a file of terabytes that takes no place on the disk. With `folder` it is a file of that
+    folder, see `check_inside`.
+    """
+    if folder is not None:
+        check_inside(path, folder)
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
+    file = path.open("rb")
+    info = os.fstat(file.fileno())
+    is_sparse = info.st_size > max(_MAX_HOLE_BYTES, 512 * info.st_blocks / _MIN_STORED_SHARE)
+    # Some network file systems count no blocks; they know of no holes either.
+    if is_sparse and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < info.st_size:
+        file.close()
+        raise OSError(errno.EINVAL, f"has {info.st_size} bytes, of which {512 * info.st_blocks} are stored", str(path))
+    file.seek(0)
+    return file
+
+
+def read_regular(path: Path, folder: Path | None = None) -> bytes:
+    """Return the content of a file of at most 64 MiB that a stranger may have made; OSError as `open_regular`."""
+    with open_regular(path, folder) as file:
+        content = file.read(_MAX_TEXT_BYTES + 1)
+    if len(content) > _MAX_TEXT_BYTES:
+        raise OSError(errno.EFBIG, f"has more than {_MAX_TEXT_BYTES >> 20} MiB", str(path))
+    return content
+
+
 def sha256(path: Path) -> str:
     """Return the hex digest of a file's content; OSError if it cannot be read."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

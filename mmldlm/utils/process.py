@@ -18,7 +18,7 @@ from mmldlm.errors import StoppedBySignal, run_command
 from mmldlm.utils.malloc import configure_cuda_allocator
 from mmldlm.utils.versions import check_versions
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
 # A variable of each launcher. What none of them has started may outlive its parent, which is a shell.
 _LAUNCHER_VARIABLES = {"TORCHELASTIC_RUN_ID", "CROSS_RANK", "ACCELERATE_MIXED_PRECISION"}
 _LAUNCHERS = {"accelerate", "deepspeed", "torch", "torchrun"}  # scripts, or packages of modules that Python runs
@@ -117,7 +117,7 @@ def stop_reason(number: int) -> str:
 
 @contextmanager
 def stop_at_signals(advice: str) -> Iterator[None]:
-    """Raise StoppedBySignal, whose message ends with `advice`, where SIGTERM or SIGHUP arrives in the body.
+    """Raise StoppedBySignal, whose message ends with `advice`, where SIGTERM, SIGHUP or SIGXCPU arrives in the body.
 
     Python drops what is raised within a destructor, and libraries catch any error of an import: see `raise_if_stopped`.
     """
@@ -126,7 +126,7 @@ def stop_at_signals(advice: str) -> Iterator[None]:
         _stops.append(StoppedBySignal(f"stopped by {stop_reason(number)}; {advice}"))
         raise _stops[-1]
 
-    numbers = [signal.SIGTERM, *([] if ignores_hangup() else [signal.SIGHUP])]
+    numbers = [signal.SIGTERM, signal.SIGXCPU, *([] if ignores_hangup() else [signal.SIGHUP])]
     if threading.current_thread() is not threading.main_thread():
         numbers = []
     previous = {number: signal.signal(number, stop) for number in numbers}

@@ -116,6 +116,7 @@ def test_a_copy_without_its_manifest_does_not_count(run: Run, tmp_path: Path) ->
     other = Run(tmp_path / "other/run", run.mirror.url.rpartition("/")[0])
     fetched = other.fetch()
     assert fetched is not None and fetched.step == 1
+    run.fetch(run.store.newest())  # started again, since the other one has started meanwhile
     run.copy(2)
     assert not system.exists(f"{root}/step-00000002/rest"), "what is left of a copy goes before the next"
     assert system.exists(f"{root}/step-00000002/checkpoints/step-00000002/{MANIFEST}")
@@ -238,3 +239,21 @@ def test_the_end_waits_until_the_deadline_only(run: Run) -> None:
     end.set()
     wait_until(lambda: not any(thread.name == "mirror" for thread in enumerate_threads()), "the end of the thread")
     assert run.mirror._copies(newest=2) == [1]
+
+
+def test_a_second_training_with_one_mirror_is_noticed(tmp_path: Path, place: str) -> None:
+    """Two copies of a run folder: the one that started last has the mirror, and its own step in it."""
+    first, second = (Run(tmp_path / name / "run", place) for name in "ab")
+    for run in (first, second):
+        run.fetch()
+    second.save(2)
+    first.metrics.write_bytes(second.metrics.read_bytes())
+    first.save(2, loss=lambda step: 1.0)
+    assert "error" not in second.records[-1][1] and "another training" in first.records[-1][1]["error"]
+    again = Run(tmp_path / "a" / "run", place)  # the same command once more
+    again.fetch(again.store.newest())
+    again.copy(2)
+    manifest = (tmp_path / "a/run/checkpoints/step-00000002" / MANIFEST).read_bytes()
+    system, root = fsspec.core.url_to_fs(first.mirror.url)
+    assert system.cat_file(f"{root}/step-00000002/checkpoints/step-00000002/{MANIFEST}") == manifest
+    assert "error" not in again.records[-1][1]

@@ -81,6 +81,8 @@ REFUSED_LAUNCHES: list[tuple[dict[str, str], str]] = [
     # Only a part of a process group.
     ({"MASTER_ADDR": "a"}, "every process would train its own copy"),
     ({"WORLD_SIZE": "2"}, "every process would train its own copy"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, "every process would train its own copy"),
+    ({"PMI_SIZE": "2"}, "every process would train its own copy"),
     ({"RANK": "0", "LOCAL_RANK": "0"}, "but WORLD_SIZE and MASTER_ADDR and MASTER_PORT not"),
     ({**LAUNCHED, "MASTER_PORT": ""}, "but MASTER_PORT not; expected all five"),
     ({**LAUNCHED, "WORLD_SIZE": "two"}, "WORLD_SIZE: expected a whole number, found 'two'"),

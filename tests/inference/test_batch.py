@@ -229,6 +229,18 @@ def test_another_request_does_not_continue_the_output(
 
 
 @pytest.mark.quick
+def test_latents_of_others_are_not_overwritten(
+    short_run_dir: Path, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    np.save(tmp_path / "out.npy", np.ones(1000))
+    before = outputs(tmp_path / "out.jsonl")
+    command = job("t2l", short_run_dir, texts, tmp_path / "out.jsonl")
+    assert_user_error((cli.main(command), capsys.readouterr().err), 2, "out.npy exists", alone=False)
+    (tmp_path / "out.jsonl").unlink()
+    assert outputs(tmp_path / "out.jsonl") == before
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("given", ["", "own", "file"])
 def test_scores_are_those_of_the_library(given: str, short_run_dir: Path, tmp_path: Path) -> None:
     model, out = mmldlm.load(short_run_dir), tmp_path / "out.jsonl"

@@ -59,6 +59,9 @@ def evaluated_dir(tmp_path_factory: pytest.TempPathFactory, short_run_dir: Path)
 def bundle(tmp_path_factory: pytest.TempPathFactory, evaluated_dir: Path) -> Path:
     out = tmp_path_factory.mktemp("bundle") / "out"
     assert cli.main(["export", str(evaluated_dir), str(out)]) == 0
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {path.stat().st_mode & 0o777 for path in out.rglob("*") if path.is_file()} == {0o666 & ~umask}
     return out
 
 
@@ -79,6 +82,21 @@ def test_a_bundle_computes_what_its_run_does(model: Model, evaluated_dir: Path) 
         assert same(model.sample(**arguments), run_model.sample(**arguments))
     given, expected = model.score(TEXTS, model.encode(TEXTS)), run_model.score(TEXTS, run_model.encode(TEXTS))
     assert given.nats.tobytes() == expected.nats.tobytes()
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_defaults_of_the_caller_change_nothing(bundle: Path, model: Model, device: str) -> None:
+    expected = model.sample(**CONDITIONS["l2t"]), model.score(TEXTS, model.encode(TEXTS))
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device(device)
+    try:
+        other = mmldlm.load(bundle)
+        found = other.sample(**CONDITIONS["l2t"]), other.score(TEXTS, other.encode(TEXTS))
+        assert torch.ones(1).dtype == torch.float64 and torch.ones(1).device.type == device, "the caller's stay"
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.set_default_device(None)
+    assert same(expected[0], found[0]) and expected[1].nats.tobytes() == found[1].nats.tobytes()
 
 
 def test_export_is_deterministic_and_repeats_itself(bundle: Path, evaluated_dir: Path, tmp_path: Path) -> None:
@@ -209,6 +227,25 @@ def test_an_export_that_fails_leaves_nothing(
 
         main([str(evaluated_dir), str(tmp_path / "out")])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_export_takes_nothing_from_others(
+    evaluated_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a user's folder beside OUT, nor an OUT that another process makes meanwhile."""
+    out, theirs, sync = tmp_path / "out", tmp_path / ".out.tmp" / "precious", os.fsync
+    theirs.parent.mkdir()
+    theirs.touch()
+
+    def sync_late(descriptor: int) -> None:
+        if not out.exists():
+            out.mkdir()
+            (out / "file").write_text("another process's")
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", sync_late)
+    assert_user_error((cli.main(["export", str(evaluated_dir), str(out)]), capsys.readouterr().err), 2, str(out))
+    assert {path.name for path in tmp_path.rglob("*")} == {".out.tmp", "precious", "out", "file"}
 
 
 def test_a_run_samples_without_its_store(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _bisect
 import json
 import shutil
 import subprocess
@@ -18,7 +19,7 @@ from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
 from mmldlm.model.attention import Backend
-from mmldlm.model.compile import CompileConfig, Region, compile_regions
+from mmldlm.model.compile import CompileConfig, Region, compile_regions, remove_torn_kernels
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 from mmldlm.model.ops import assume_device
 from mmldlm.train import train_step
@@ -33,6 +34,20 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.c
 def losses(run: Path) -> list[float]:
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [record["loss/total"] for record in records if record["kind"] == "train"]
+
+
+@pytest.mark.quick
+def test_kernels_that_a_kill_has_left_are_compiled_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("mmldlm.model.compile.TORN_AFTER_S", 0.0)
+    library = Path(_bisect.__file__).read_bytes()  # of Python: any that is whole
+    (tmp_path / "ab").mkdir()
+    kernels = {"whole.so": library, "empty.so": b"", "torn.so": library[: len(library) // 2], "torn.o": library[:-1]}
+    kernels |= {"zeros.so": bytes(100), "source.cpp": b""}
+    for name, content in kernels.items():
+        (tmp_path / "ab" / name).write_bytes(content)
+    remove_torn_kernels()
+    assert {path.name for path in (tmp_path / "ab").iterdir()} == {"whole.so", "source.cpp"}
 
 
 @pytest.mark.quick

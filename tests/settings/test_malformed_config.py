@@ -16,7 +16,8 @@ from mmldlm.config import RunConfig, load_config, require_paths
 from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.errors import ConfigError, ExitCode, UsageError, exit_code_and_cause
 from mmldlm.settings.declaration import dump, leaves
-from mmldlm.settings.fields import build
+from mmldlm.settings.fields import build, to_yaml
+from mmldlm.settings.yaml import parse_yaml
 from mmldlm.tools.config import config_schema
 from mmldlm.trainer.setup import check_settings, step_plan
 
@@ -29,8 +30,11 @@ MALFORMED: dict[str, tuple[str | bytes, list[str]]] = {
     "thousands of unknown keys": ("".join(f"learning_rat{n}: 1\n" for n in range(3500)), []),
     "a seed that torch cannot take": ("run: {seed: 18446744073709551616}", []),
     "a number beyond any float": ("optim: {lr: 1e309, clip_norm: .inf}\nmode: {l2t: 1e308, t2l: 1e308}", []),
-    "a date that is none": ("run: {dir: 2024-99-99}", []),
     "a set": ("mode: !!set {l2t, t2l}", []),
+    "base64": ("run: {dir: !!binary aGk=}", []),
+    "a path with NUL": ('run: {dir: "a\\0b"}', ['run.dir="a\\0b"']),
+    "minutes": ("train: {steps: 1:30}", ["train.steps=1:30"]),
+    "deep": ("mode: " + "[" * 20_000, ["mode=" + "{a: " * 20_000]),
     "UTF-16": ("run: {dir: x}".encode("utf-16"), []),
     "bytes": (bytes(range(256)) * 8, []),
     "tabs": ("run:\n\tdir: x\n", []),
@@ -114,3 +118,34 @@ def test_the_command_answers_in_one_line(
     done = command("mmldlm.cli", "train", path, *overrides)
     assert done.returncode == 64 and done.stdout == "", done.stderr
     assert done.stderr.startswith("mmldlm: error: ") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.quick
+def test_numbers_are_those_of_yaml_1_2(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "train: {steps: 010, global_batch_size: 0o10}\nrun: {seed: 0x10, dir: 2026-01-02}\noptim: {lr: 1e-4}\n"
+    )
+    config = load_config(path, ["model.depth=1_0"])
+    sizes = (config.train.steps, config.train.global_batch_size, config.run.seed, config.model.depth)
+    assert sizes == (10, 8, 16, 10) and config.optim.lr == 1e-4 and config.run.dir == "2026-01-02"
+    for name in ("1e5", "0o17", "010", "1:30", "1.5", ".5", "null", "true"):
+        assert build(RunConfig, parse_yaml(to_yaml(RunConfig(resume=name)), "")).resume == name
+
+
+@pytest.mark.quick
+def test_a_dotted_key_in_a_file_is_explained(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("train.steps: 5\n")
+    with pytest.raises(ConfigError, match=r"train: \{steps: 5\}"):
+        load_config(path)
+
+
+@pytest.mark.quick
+def test_passwords_in_urls_are_neither_taken_nor_shown() -> None:
+    with pytest.raises(ConfigError, match=r"^checkpoint\.mirror: ") as refused:
+        load_config(None, ["checkpoint.mirror=s3://KEY:SEC/RET@bucket/runs"])
+    assert "RET" not in str(refused.value)
+    assert load_config(None, ["checkpoint.mirror=sftp://user@host/runs"]).checkpoint.mirror
+    proxy = OSError("ProxyError: http://user:secret@proxy:3128 refused")
+    assert exit_code_and_cause(proxy)[1].endswith("http://user:...@proxy:3128 refused")

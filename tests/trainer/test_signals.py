@@ -22,7 +22,7 @@ print("left", flush=True)
 """
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGXCPU"])
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_repeated_signal_changes_nothing(stopped: bool, name: str) -> None:
     script = SCRIPT.format(stopped=stopped, name=name)

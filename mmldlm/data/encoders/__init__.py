@@ -16,6 +16,7 @@ from mmldlm.data.encoders.learned import LearnedEncoder
 from mmldlm.data.encoders.lsa import LsaEncoder
 from mmldlm.data.encoders.sentence_transformers import SentenceTransformerEncoder
 from mmldlm.errors import DataError, UsageError
+from mmldlm.utils.files import read_regular
 from mmldlm.utils.short_repr import short_repr
 
 _ENCODERS: dict[str, Any] = {
@@ -47,7 +48,7 @@ def read_description(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected the encoder folder of a data store")
     try:
-        description = json.loads(path.read_text(encoding="utf-8"))
+        description = json.loads(read_regular(path))
         if description["kind"] not in (*_ENCODERS, ChunkedEncoder.kind):
             raise ValueError(f"kind {short_repr(description['kind'])}")
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:

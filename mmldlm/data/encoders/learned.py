@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.data.encoders.base import make_identity, write_description
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
@@ -254,7 +255,7 @@ class LearnedEncoder:
         """Write the encoder to `folder`: weights, tokenizer, description."""
         write_description(folder, {"kind": self.kind, "revision": self.identity["revision"], **self._options})
         self._tokenizer.save(folder / _TOKENIZER)
-        save_file(self._network.state_dict(), folder / _WEIGHTS)
+        write_tensors(folder / _WEIGHTS, self._network.state_dict())
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> LearnedEncoder:

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
+from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.data.encoders.base import make_identity, normalize_rows, write_description
 from mmldlm.errors import DataError
 from mmldlm.utils.progress import print_status
@@ -125,8 +126,7 @@ class LsaEncoder:
     def save(self, folder: Path) -> None:
         """See `LatentEncoder.save`."""
         write_description(folder, {"kind": self.kind, "seed": self.seed, "terms": self.terms})
-        arrays = {"idf": self._idf.numpy(), "projection": self._projection.numpy()}
-        save_file(arrays, folder / "lsa.safetensors")
+        write_tensors(folder / "lsa.safetensors", {"idf": self._idf, "projection": self._projection})
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> LsaEncoder:

@@ -28,7 +28,7 @@ from mmldlm.data.prepare.readers.latents import LatentFile
 from mmldlm.data.prepare.report import StageProgress, summary
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
-from mmldlm.utils.files import fsync, write_atomically
+from mmldlm.utils.files import fsync, naming, write_atomically
 from mmldlm.utils.progress import print_status
 
 _PLAN, _RESULT = "plan.json", "result.json"
@@ -209,7 +209,7 @@ def run_task(job: Job, stage: Stage, chunk: int, progress: StageProgress) -> Non
     path = job.path(stage.name, chunk)
     if path.exists():
         return
-    with job.temporary_folder(path.name) as folder:
+    with naming(job.staging), job.temporary_folder(path.name) as folder:
         result = stage.run(job, chunk, folder, progress)
         (folder / _RESULT).write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
         # Before the rename, so that a task's folder is complete even after a power failure.

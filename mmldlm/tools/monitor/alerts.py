@@ -12,6 +12,7 @@ from itertools import pairwise
 
 from mmldlm.errors import ExitCode
 from mmldlm.tools.monitor.snapshot import SILENT_STEPS, Snapshot, Thresholds
+from mmldlm.utils.files import read_regular
 from mmldlm.utils.format import human_duration
 
 _GIB = 2**30
@@ -404,5 +405,5 @@ def _low_speed(run: Snapshot) -> str | None:
 def _tracker_error(run: Snapshot) -> str | None:
     for path in sorted(run.history.run_dir.glob("trackers/*/error.txt")):
         with suppress(OSError):  # the tracker may just be back
-            return path.read_text(encoding="utf-8").partition("\n")[0]
+            return read_regular(path, run.history.run_dir).decode(errors="replace").partition("\n")[0]
     return None

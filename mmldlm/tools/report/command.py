@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm import __version__
-from mmldlm.errors import ExitCode, StorageError, UsageError
+from mmldlm.errors import ExitCode, UsageError
 from mmldlm.tools.report.comparison import Comparison, RunGroup, common_step, group_runs, setting_differences
 from mmldlm.tools.report.figures import draw_figures
 from mmldlm.tools.report.html import ReportContent, render_page
 from mmldlm.tools.report.run_summary import RunSummary
 from mmldlm.tools.runs import RunState
-from mmldlm.utils.files import write_atomically
+from mmldlm.utils.files import naming, write_atomically
 from mmldlm.utils.format import format_number
 from mmldlm.utils.intervals import CONFIDENCE
 from mmldlm.utils.nested import replace_nonfinite
@@ -95,7 +95,7 @@ def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportCon
     a, *others = groups = group_runs(runs, first)
     max_step = common_step(groups)
     comparisons = [Comparison(a, b, len(a.runs) > 1 or len(b.runs) > 1, max_step) for b in others]
-    try:
+    with naming(out):
         out.mkdir(parents=True, exist_ok=True)
         figures = draw_figures([*groups, *branches], comparisons, out)
         content = ReportContent(groups, branches, comparisons, max_step, figures, datetime.now(timezone.utc))
@@ -103,8 +103,6 @@ def report(paths: Sequence[Path], baseline: Path | None, out: Path) -> ReportCon
         metrics = json.dumps(replace_nonfinite(final_metrics(content)), indent=1, allow_nan=False, default=str)
         write_atomically(out / METRICS, f"{metrics}\n")
         write_atomically(out / PAGE, render_page(content, out))
-    except OSError as error:
-        raise StorageError(f"--out: cannot write {error.filename or out}: {error.strerror}") from error
     return content
 
 

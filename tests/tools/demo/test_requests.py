@@ -185,7 +185,7 @@ def test_errors_are_answered_and_logged_and_the_server_lives_on(
 
 
 @contextmanager
-def answer(page: Page, method: str, path: str, body: str | None, headers: dict[str, str]) -> Iterator[Any]:
+def answer(page: Page, method: str, path: str, body: Any, headers: dict[str, str]) -> Iterator[Any]:
     connection = http.client.HTTPConnection("127.0.0.1", page.blocks.server_port, timeout=TEST_TIMEOUT_S)
     connection.request(method, path, body, headers)
     yield connection.getresponse()
@@ -216,6 +216,19 @@ def test_only_pages_of_this_server_are_answered(demo_page: Page, headers: dict[s
         with answer(demo_page, method, path, body, {**JSON, **sent}) as response:
             assert response.status == status, path
             assert "evil" not in (response.headers["Access-Control-Allow-Origin"] or "")
+
+
+def test_bodies_are_bounded_and_missing_fields_are_answered(
+    demo_page: Page, client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for body in (json.dumps({"data": ["x" * (2 << 20)]}), iter([b"{}"])):  # the second one without a length
+        with answer(demo_page, "POST", "/gradio_api/call/write", body, JSON) as response:
+            assert response.status == 413
+    with answer(demo_page, "POST", "/gradio_api/call/write", json.dumps({"data": []}), JSON) as response:
+        event = json.loads(response.read())["event_id"]
+    with answer(demo_page, "GET", f"/gradio_api/call/write/{event}", None, {}) as response:
+        assert b"error" in response.read()
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_only_this_machine_is_listened_to(monkeypatch: pytest.MonkeyPatch, demo: Demo) -> None:

@@ -165,7 +165,7 @@ def test_what_is_no_run_or_cannot_be_written(runs: Path, tmp_path: Path, capsys:
     assert "is no run folder" in capsys.readouterr().err
     (tmp_path / "file").write_text("")
     assert cli.main(["report", str(runs / "base-1"), f"--out={tmp_path / 'file' / 'out'}"]) == 74
-    assert capsys.readouterr().err.startswith("mmldlm: error: --out: cannot write")
+    assert capsys.readouterr().err.startswith("mmldlm: error: cannot read or write")
 
 
 @pytest.fixture
