@@ -1,6 +1,7 @@
 """Documents on disk between the stages of a preparation: cached by chunk, each with its split and its group.
 
-A group has documents that must be in the same split: equal texts, or texts that differ in a word or its place.
+A group has documents that must be in the same split: equal texts, texts that differ in a word or its place, or
+documents of one `--group-field`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -34,6 +36,8 @@ _MIN_WORDS = 4  # of a near-duplicate
 # Identifiers and numbers: words with a digit or underscore, dotted names, camel case, and calls.
 _NAME = re.compile(r"\S*(?:[0-9_]|\w\.\w|[a-z][A-Z]|\(\))\S*")
 _WORD = re.compile(r"#|\w+")
+# Punctuation, symbols and separators.
+_SIGNS = "".join(sign for sign in map(chr, range(0x10000)) if unicodedata.category(sign)[0] in "PSZ")
 
 
 class DocumentCacheWriter:
@@ -61,11 +65,12 @@ class DocumentCacheWriter:
 
     def add(self, document: Document) -> None:
         """Append a document."""
-        group = exact_group(document.whole)
+        # Of the text without its prefix: documents with the same text have the same latent.
+        group = exact_group(document.text)
         self._splits.append(assign_split(group, self._config))
         self._groups.append(hash64(group))
         arrays = (document.tokens, document.latents)
-        own = document.text, document.source, document.line, document.key, document.prefix
+        own = document.text, document.source, document.line, document.key, document.prefix, document.group
         line = [*own, *(each is not None for each in arrays)]
         self._offsets.append(self._file.tell())
         self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
@@ -81,28 +86,45 @@ def cached_documents(folder: Path, indices: Iterable[int] | None = None) -> Iter
         for index in range(len(offsets)) if indices is None else indices:
             if indices is not None:
                 file.seek(offsets[index])
-            text, source, line, key, prefix, *has_array = json.loads(file.readline().decode("utf-8", "surrogatepass"))
+            *own, has_tokens, has_latents = json.loads(file.readline().decode("utf-8", "surrogatepass"))
+            text, source, line, key, prefix, group = own
             # The arrays follow their line, so reading all documents in order needs no seek.
-            tokens, latents = (np.load(file, allow_pickle=False) if has else None for has in has_array)
-            yield Document(text, source, line, tokens, latents, key, prefix)
+            tokens, latents = (np.load(file, allow_pickle=False) if has else None for has in (has_tokens, has_latents))
+            yield Document(text, source, line, tokens, latents, key, prefix, group)
 
 
-def exact_group(text: str) -> str:
-    """Return the key of a text's group: the same for texts that differ only in case and white space."""
-    normal = " ".join(text.casefold().split())
+def exact_group(text: str, punctuation: bool = False) -> str:
+    """Return the key of a text's group.
+
+    It is the same for texts that differ only in case, white space, how accents are composed (NFC or NFD) and, unless
+    `punctuation` counts, in signs at the start and end: "Café noir." and "cafe\u0301  NOIR" have one key.
+    """
+    normal = " ".join(unicodedata.normalize("NFC", text.casefold()).split())
+    if not punctuation and (words := normal.strip(_SIGNS)):  # else a text of signs alone, which is its own key
+        normal = f"{words}."  # a period, as most sentences have, which so keep the splits that version 0.1.0 gave them
     return hashlib.blake2b(normal.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
-def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
-    """Return a key for each text, equal for near-duplicates, and statistics of the groups.
+def joined_groups(
+    texts: Sequence[str], near: bool = True, groups: Sequence[str] = ()
+) -> tuple[list[str], dict[str, Any]]:
+    """Return a key for each text, equal for texts of one group, and statistics of the groups.
 
-    Two texts are near-duplicates if their words are equal, or, with at least 4 words each, become equal once up to one
-    word is removed from each: one is inserted, replaced or moved. Case and punctuation are ignored, and all numbers and
-    identifiers count as the same word. Groups are the transitive closure. A key is a function of the texts of its
-    group, so it depends neither on the order of the texts nor on the other groups.
+    Texts are in one group if they have the same `exact_group`, the same of the `groups`, or, with `near`, if they are
+    near-duplicates: their words are equal, or, with at least 4 words each, become equal once up to one word is removed
+    from each: one is inserted, replaced or moved. Case and punctuation are ignored, and all numbers and identifiers
+    count as the same word. Groups are the transitive closure. A key is a function of the texts of its group, so it
+    depends neither on the order of the texts nor on the other groups.
     """
-    words = [_WORD.findall(_NAME.sub("#", text).casefold()) for text in texts]
-    signatures, owners = _signatures(words)
+    everyone = np.arange(len(texts))
+    kinds = [(_hashes(map(exact_group, texts)), everyone)]
+    if groups:
+        named = np.array([index for index, group in enumerate(groups) if group], np.int64)
+        kinds.append((_hashes(f"group {groups[index]}" for index in named), named))
+    if near:
+        normal = (_NAME.sub("#", unicodedata.normalize("NFC", text)).casefold() for text in texts)
+        kinds.append(_signatures([_WORD.findall(text) for text in normal]))
+    signatures, owners = (np.concatenate(arrays) for arrays in zip(*kinds, strict=True))
     parents = np.arange(len(texts))
 
     def root(index: int) -> int:  # union-find with path halving
@@ -111,7 +133,7 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
             index = int(parents[index])
         return index
 
-    # Neighbors in sorted order with equal signatures are near-duplicates: no pair is compared by its words.
+    # Neighbors in sorted order with equal signatures are in one group: no pair is compared by its words.
     order = np.argsort(signatures, kind="stable")
     same = np.flatnonzero(signatures[order][1:] == signatures[order][:-1])
     for first, second in zip(owners[order][same].tolist(), owners[order][same + 1].tolist(), strict=True):
@@ -119,13 +141,14 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
         parents[max(root_1, root_2)] = min(root_1, root_2)
     roots = [root(index) for index in range(len(texts))]
     keys: dict[int, str] = {}
-    for index, key in zip(roots, map(exact_group, texts), strict=True):
+    for index, text in zip(roots, texts, strict=True):
         # The smallest exact key names the group, which makes it independent of the order of the texts.
+        key = exact_group(text, punctuation=True)
         keys[index] = min(keys.get(index, key), key)
     sizes = np.bincount(np.array(roots, np.int64), minlength=1)
     largest = int(sizes.argmax())
     statistics = {
-        "method": "one-deletion",
+        "method": "one-deletion" if near else "group-field",
         "documents": len(texts),
         "groups": int((sizes > 0).sum()),
         "largest_group": int(sizes[largest]),
@@ -177,16 +200,20 @@ def assign_split(group: str, config: PrepareConfig) -> int:
     return SPLITS.index("validation") if fraction < config.test_fraction + config.validation_fraction else TRAIN
 
 
+def _hashes(texts: Iterable[str]) -> np.ndarray:
+    return np.fromiter(map(hash64, texts), np.uint64)
+
+
 def hash64(text: str) -> int:
     """Return the hash of a text as an integer below 2^64."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 class Corpus:
     """The cached chunks of a preparation; holds the splits and groups of one at a time, unless a method says otherwise.
 
-    Splits that differ from those in `folders` are in `splits_folder`: of near-duplicates, which depend on other chunks,
-    and of documents that are excluded later.
+    Splits that differ from those in `folders` are in `splits_folder`: of groups that depend on other chunks, and of
+    documents that are excluded later.
     """
 
     def __init__(self, folders: Sequence[Path], splits_folder: Path):
@@ -245,11 +272,11 @@ class Corpus:
             largest = max(largest, int(sizes.max(initial=0)))
         return {"method": "exact", "documents": num_documents, "groups": num_groups, "largest_group": largest}
 
-    def split_near_duplicates(self, config: PrepareConfig) -> dict[str, Any]:
-        """Assign all documents, in memory, to splits again, near-duplicates to the same; return statistics."""
-        keys, statistics = near_duplicate_groups(
-            [document.whole for chunk in self._chunks for _, document in self.documents(chunk)]
-        )
+    def split_joined_groups(self, config: PrepareConfig, near: bool) -> dict[str, Any]:
+        """Assign all documents, in memory, to splits again, those of a joined group to one; return statistics."""
+        documents = (document for chunk in self._chunks for _, document in self.documents(chunk))
+        texts, groups = zip(*((document.text, document.group) for document in documents), strict=True)
+        keys, statistics = joined_groups(texts, near, groups if config.group_field else ())
         new_splits = iter([assign_split(key, config) for key in keys])
         for chunk in self._chunks:
             splits = self.splits(chunk)

@@ -62,8 +62,8 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     if not num_documents:
         raise DataError(f"{config.corpus or ', '.join(config.inputs)}: no documents; expected text")
     progress.phase("grouping duplicates")
-    near = config.near_duplicates or config.corpus is not None
-    grouping = corpus.split_near_duplicates(config) if near else corpus.exact_group_statistics()
+    near, is_joined = config.near_duplicates or config.corpus is not None, config.group_field is not None
+    grouping = corpus.split_joined_groups(config, near) if near or is_joined else corpus.exact_group_statistics()
     for split, size in corpus.split_sizes().items():
         if not size:
             raise DataError(

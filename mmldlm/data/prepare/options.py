@@ -54,6 +54,12 @@ class PrepareConfig:
     prefix_field: str | None = option(
         None, "field or column with the condition of the text, such as a question; it is never masked", metavar="FIELD"
     )
+    group_field: str | None = option(
+        None, "field or column of which documents with the same value share a split", metavar="FIELD"
+    )
+    separator: str | None = option(
+        None, "line between the documents of a text file, such as '<|endoftext|>', for --format blocks", metavar="LINE"
+    )
     tokenizer: str = option("bpe", "bpe, words (trained here), characters (a-z and space), or a PATH")
     vocab_size: int = option(None, "of the trained tokenizer (bpe: 4096, words: 16384)", at_least=1, type=int)
     encoder: str = option(
@@ -112,6 +118,8 @@ class PrepareConfig:
         if self.vocab_size is None:
             # Words beyond it are spelled in bytes, of which a small network makes words that do not exist.
             object.__setattr__(self, "vocab_size", 16_384 if self.tokenizer == "words" else 4096)
+        if self.separator and not self.format:
+            object.__setattr__(self, "format", "blocks")
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that determine the contents of the store, without the inputs (recorded as its sources)."""
@@ -159,6 +167,8 @@ class PrepareConfig:
             raise UsageError(f"--cluster-option {self.cluster_options[0]}: expected --cluster")
         if self.cluster and self.processes > 1:
             raise UsageError(f"--processes {self.processes}: expected 1, as --cluster {self.cluster} runs the tasks")
+        if self.separator and self.format != "blocks":
+            raise UsageError(f"--separator {self.separator}: --format is {self.format}, expected blocks")
         self._check_fields()
         self._check_encoder()
 
@@ -169,6 +179,7 @@ class PrepareConfig:
             ("latents_field", "Parquet or Arrow", is_text),
             ("key_field", "a table or JSON", self.format in ("lines", "blocks")),
             ("prefix_field", "a table or JSON", self.format in ("lines", "blocks")),
+            ("group_field", "a table or JSON", self.format in ("lines", "blocks")),
         ):
             if (value := getattr(self, name)) and (is_invalid or self.corpus):
                 source = self.corpus or self.format

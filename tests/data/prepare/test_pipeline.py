@@ -17,6 +17,7 @@ import pytest
 
 from mmldlm import cli
 from mmldlm.data.encoders import LsaEncoder, load_encoder
+from mmldlm.data.manifest import SPLITS
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.store import Store
@@ -79,6 +80,31 @@ def test_near_duplicates_and_copies_lie_on_one_side(tmp_path: Path) -> None:
         assert sum(len(texts) for texts in result) == 12 * 2 * len(names), "copies of a text lie in two splits"
         assert (sum(bool(texts) for texts in result) == 1) is near
     assert manifest.grouping["largest_group"] >= len(lines)
+
+
+@quick
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_documents_that_share_a_text_or_a_group_lie_on_one_side(suffix: str, tmp_path: Path) -> None:
+    """The same text after three questions has one latent; stories of one book are alike in more than words."""
+    answers = write_corpus(tmp_path / "corpus.txt", 300).read_text().splitlines()
+    rows = [{"text": f"{answer} {number}", "question": question, "book": number // 3}
+            for number, answer in enumerate(answers) for question in ("What?", "Who?", "Why?")]  # fmt: skip
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        pytest.importorskip("pyarrow").parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
+    for group_field in (None, "book"):
+        config = small_config(
+            tmp_path / "store", path, prefix_field="question", group_field=group_field, overwrite=True
+        )
+        manifest = prepare(config, progress=False)
+        splits = [{text.rsplit(" ", 1)[1] for text in texts_of(Store.open(tmp_path / "store"), s)} for s in SPLITS]
+        books = [{int(number) // 3 for number in numbers} for numbers in splits]
+        assert sum(map(len, splits)) == len(answers), "a text lies in two splits"
+        assert (sum(map(len, books)) == manifest.grouping["groups"] == 100) is (group_field is not None)
+    with pytest.raises(DataError, match="a store with other group_field"):
+        prepare(replace(config, group_field=None, overwrite=False), progress=False)
 
 
 @quick

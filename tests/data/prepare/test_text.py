@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mmldlm.data.encoders import LsaEncoder, load_encoder
-from mmldlm.data.prepare.corpus import exact_group, near_duplicate_groups
+from mmldlm.data.prepare.corpus import exact_group, joined_groups
 from mmldlm.data.prepare.documents import Document, Problem
 from mmldlm.data.prepare.readers.files import find_files
 from mmldlm.data.prepare.readers.python_docs import (
@@ -21,6 +21,7 @@ from mmldlm.data.prepare.readers.python_docs import (
     split_words,
     without_near_copies,
 )
+from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
 from mmldlm.errors import DataError
 from tests.helpers.operations import count_calls
@@ -175,6 +176,19 @@ def test_blocks(tmp_path: Path) -> None:
     assert read(tmp_path / "a.txt", content, "blocks") == expected
 
 
+def test_blocks_between_lines_of_ones_own(tmp_path: Path) -> None:
+    """Blank lines are part of a story, and any parts of the file give the same stories."""
+    content = b"<eot>\n\none\n\ntwo\n <eot> \nthree\n\n<eot>\n<eot>\n\xc3\x28\n<eot>\nend <eot>\n\n"
+    (path := tmp_path / "a.txt").write_bytes(content)
+    for target in (1, 12, 1 << 20):
+        parts = text_parts(str(path), target, "blocks", "<eot>")
+        items = [item for part in parts for item in read_text(part, "text", "blocks", separator="<eot>")]
+        assert [item.text if isinstance(item, Document) else item.kind for item in items] == [
+            "one\n\ntwo", "three", "unreadable", "end <eot>",
+        ]  # fmt: skip
+        assert [item.line for item in items] == [3, 7, 11, 13]
+
+
 def test_jsonl(tmp_path: Path) -> None:
     rows = [b'{"text": "a"}', b"{text", b'{"body": "b"}', b'{"text": 3}', b"[1]", b'{"text": " "}', b"", b"\xff",
             b'{"text": "\\ud800"}', b'{"text": "\\u00e9\\nline"}']  # fmt: skip
@@ -183,6 +197,7 @@ def test_jsonl(tmp_path: Path) -> None:
     assert read(tmp_path / "a.jsonl", b"\n".join(rows)) == list(enumerate(kinds, 1))
     reasons = [item.reason for item in read_file(tmp_path / "a.jsonl", field="body") if isinstance(item, Problem)]
     assert reasons[0] == "no field 'body', found 'text'"
+    assert read(tmp_path / "a.json", b"\n".join(rows)) == list(enumerate(kinds, 1)), "JSON lines with another suffix"
 
 
 def test_inputs_are_found_or_named(tmp_path: Path) -> None:
@@ -209,25 +224,44 @@ def test_near_duplicates_share_a_key() -> None:
         "The return length of foo.",
     ]
     others = ["Return the foo.", "Return the bar.", "Length of return foo the.", "Something else is said in here."]
-    keys, statistics = near_duplicate_groups(alike + others)
+    keys, statistics = joined_groups(alike + others)
     assert len(set(keys[: len(alike)])) == 1 and len(set(keys)) == 1 + len(others)
     assert statistics["largest_group"] == len(alike) and statistics["groups"] == 5
     shuffled = (alike + others)[::-1]
-    assert near_duplicate_groups(shuffled)[0] == keys[::-1]
-    assert near_duplicate_groups(alike)[0] == keys[: len(alike)]
-    one, other = near_duplicate_groups(["Call foo_bar with care.", "Call numpy.where with care."])[0]
+    assert joined_groups(shuffled)[0] == keys[::-1]
+    assert joined_groups(alike)[0] == keys[: len(alike)]
+    one, other = joined_groups(["Call foo_bar with care.", "Call numpy.where with care."])[0]
     assert one == other
-    assert near_duplicate_groups([])[0] == []
+    assert joined_groups([])[0] == []
 
 
-def test_exact_groups_ignore_case_and_space() -> None:
-    one, other, third = map(exact_group, ["A  b\n", "a B", "a c"])
-    assert one == other != third
+def test_exact_groups_ignore_what_does_not_make_another_text() -> None:
+    one, *others = map(exact_group, ["A  caf\u00e9\n", "a CAFE\u0301", "a caf\u00e9.", "“A café!”", "- a café…"])
+    assert {*others} == {one} and one not in map(exact_group, ["a cafe", "ac afé", "a, café"])
+    assert len({*map(exact_group, ["?", "...", "!?"])}) == 3
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_groups_with_a_text_or_a_name_in_common_are_one(near: bool) -> None:
+    texts = [
+        "Alpha one two three.",
+        "beta",
+        "Gamma!",
+        "gamma",
+        "Cafe\u0301 noir est fort",
+        "Caf\u00e9 noir est fort",
+        "z",
+        "y",
+    ]
+    groups = ["x", "x", "x", "", "", "", "", ""]
+    keys, statistics = joined_groups(texts, near, groups)
+    assert len({*keys[:4]}) == len({*keys[4:6]}) == 1 and len({*keys}) == statistics["groups"] == 4
+    assert joined_groups(texts[::-1], near, groups[::-1])[0] == keys[::-1]
 
 
 def test_the_work_on_near_duplicates_is_proportional_to_the_texts(tmp_path: Path) -> None:
     texts = write_corpus(tmp_path / "corpus.txt", 20_000).read_text().splitlines()
-    calls, half = (count_calls(lambda count=count: near_duplicate_groups(texts[:count])) for count in (20_000, 10_000))  # type: ignore[misc]
+    calls, half = (count_calls(lambda count=count: joined_groups(texts[:count])) for count in (20_000, 10_000))  # type: ignore[misc]
     assert calls < 2.2 * half
 
 
