@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from mmldlm.data.tokenizer import make_deterministic
 from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.versions import install_command
 
@@ -40,6 +41,8 @@ class CausalModel:
         except Exception as error:  # the library raises many kinds
             reason = " ".join(str(error).split())[:300]
             raise DataError(f"--perplexity-model {folder}: cannot load the model ({reason})") from None
+        if backend := getattr(self._tokenizer, "backend_tokenizer", None):
+            make_deterministic(backend)
         self._model = model.float().to(device).eval()
         self._device = device
         limit = getattr(model.config, "max_position_embeddings", None) or MAX_CONTEXT_TOKENS

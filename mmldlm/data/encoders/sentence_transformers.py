@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from mmldlm.data.encoders.base import make_identity, normalize_rows, write_description
+from mmldlm.data.tokenizer import make_deterministic
 from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.versions import install_command
@@ -82,6 +83,8 @@ class SentenceTransformerEncoder:
             reason = " ".join(str(error).split())[:300]
             raise DataError(f"--encoder {self.kind}:{name_or_folder}: cannot load the model ({reason})") from None
         self._model.eval()
+        if backend := getattr(self._model.tokenizer, "backend_tokenizer", None):
+            make_deterministic(backend)
         self.location, self.normalize, self.batch_size = name_or_folder, normalize, batch_size
         # Where a folder is says nothing about the model, and is nobody else's business.
         self.name = Path(name_or_folder).resolve().name if is_folder else name_or_folder

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from mmldlm.data.encoders import LsaEncoder, load_encoder
@@ -72,8 +74,6 @@ def test_training_and_saving_keep_the_identity(bpe: Tokenizer, tmp_path: Path) -
 
 
 def test_a_foreign_tokenizer_gets_mask_and_pad(tmp_path: Path) -> None:
-    import tokenizers
-
     foreign = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1, "[PAD]": 2}, unk_token="[UNK]"))
     foreign.add_special_tokens(["[CLS]"])
     foreign.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 3)])
@@ -85,6 +85,45 @@ def test_a_foreign_tokenizer_gets_mask_and_pad(tmp_path: Path) -> None:
     for path, message in [(tmp_path / "none.json", "no such file"), (Path(__file__), "not a readable")]:
         with pytest.raises(DataError, match=message):
             Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_a_tokenizer_that_draws_tokens_at_random_no_longer_does(kind: str, bpe: Tokenizer, tmp_path: Path) -> None:
+    """Subword regularization is for training a model; here a text has one latent and one row of tokens."""
+    backend = tokenizers.Tokenizer.from_str(bpe._json)
+    if kind == "BPE":
+        backend.model.dropout = 0.5  # type: ignore[attr-defined]
+    else:
+        pieces = [(piece, -float(len(piece))) for piece in [*"the quickbrown", "th", "he", "qu", "ck", "the"]]
+        backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0, False))
+        backend.model.alpha, backend.model.nbest_size = 0.1, 64  # type: ignore[attr-defined]
+    assert len({str(backend.encode("the quick brown the").ids) for _ in range(40)}) > 1
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (Tokenizer(backend), Tokenizer.load(tmp_path)):
+        assert len({str(tokenizer.encode_batch(["the quick brown the"])) for _ in range(40)}) == 1
+        assert json.loads(tokenizer._json)["model"].get("dropout") is None, "also for who loads it elsewhere"
+
+
+GROWING = {
+    "type": "Sequence",
+    "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 16}] * 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("normalizer", GROWING, "its normalizer makes texts 4,294,967,296 times as long"),
+        ("model", {"vocab": {"a": 0, "b": 1 << 31}}, "token 'b' has id 2147483648, expected ids below"),
+        ("model", {"vocab": {"a": 0, "b": 3, "c": 3}}, "have one id, 3; expected each its own"),
+    ],
+)
+def test_a_tokenizer_without_bounds_is_refused(key: str, value: dict, message: str, tmp_path: Path) -> None:
+    content = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).to_str())
+    content[key] = {**(content[key] or {}), **value}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=f"tokenizer.json: not a readable .*{message}"):
+        Tokenizer.load(tmp_path)
 
 
 def test_words_are_tokens_and_all_else_is_spelled_by_bytes(tmp_path: Path) -> None:
