@@ -16,9 +16,11 @@ import numpy as np
 
 from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo, write_atomically
+from mmldlm.utils.short_repr import short_repr
 
 FORMAT = 1
 SPLITS = ("train", "validation", "test")
+KINDS = frozenset({"tokens", "offsets", "latents", "characters"})  # of arrays of a shard
 MANIFEST_NAME = "manifest.json"
 CHECKSUM_NAME = "manifest.sha256"  # in the format of sha256sum
 
@@ -125,11 +127,16 @@ class Manifest:
             raise DataError(
                 f"{store}: not a data store: {reason}; expected the folder that `mmldlm prepare --out` wrote"
             )
+        text, checksum = path.read_bytes(), store / CHECKSUM_NAME
+        digest = hashlib.sha256(text).hexdigest()
+        expected = checksum.read_text(encoding="utf-8", errors="replace") if checksum.is_file() else "none"
+        if expected != checksum_line(digest):  # then the hashes in it cannot be trusted
+            raise DataError(
+                f"{path}: damaged, or its {CHECKSUM_NAME}: SHA-256 is {digest[:12]}..., expected {expected[:12]}...; "
+                "copy the store again, or prepare it in a new folder"
+            )
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise DataError(f"{path}: not valid JSON ({error}); expected the manifest of a data store") from None
-        try:
+            content = json.loads(text)
             if content["format"] != FORMAT:
                 raise DataError(f"{path}: format is {content['format']!r}, expected {FORMAT}; prepare the data again")
             nested = {
@@ -140,9 +147,40 @@ class Manifest:
                 },
                 "files": {name: FileInfo(**info) for name, info in content["files"].items()},
             }
-            return cls(**{**content, **nested})
-        except (KeyError, TypeError, AttributeError) as error:
+            manifest = cls(**{**content, **nested})
+            manifest._check()
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise DataError(f"{path}: {error}; expected a complete manifest of format {FORMAT}") from None
+        return manifest
+
+    def _check(self) -> None:
+        """Raise ValueError for a field whose value no store can have; another type may be a TypeError."""
+        latent, files = self.latent, dict(self.all_files())
+        shards = [shard for split in self.splits.values() for shard in split.shards]
+        sizes = [self.max_length, latent.tokens, *(n for shard in shards for n in (shard.samples, shard.tokens))]
+        totals = [[split.samples, split.tokens] for split in self.splits.values()]
+        sums = [[sum(s.samples for s in i.shards), sum(s.tokens for s in i.shards)] for i in self.splits.values()]
+        scale = np.array([latent.rms, latent.max_norm, *np.square(latent.mean)], np.float64)
+        tokenizer = files.get("tokenizer/tokenizer.json")  # which the description of a store has not
+        shard_files = {f"{kind}.npy" for kind in KINDS}
+        for field, is_possible in {
+            "vocab_size": all(type(n) is int and n >= 0 for n in (self.vocab_size, self.mask_id, self.pad_id)),
+            "mask_id": self.mask_id != self.pad_id and max(self.mask_id, self.pad_id) < self.vocab_size <= 1 << 32,
+            "token_dtype": self.token_dtype in ("uint16", "uint32"),
+            "latent_dtype": self.latent_dtype in ("float16", "float32"),
+            "latent": len(latent.mean) == latent.channels and np.isfinite(scale).all() and (scale[:2] > 0).all(),
+            "max_length": all(type(size) is int and size > 0 for size in sizes),
+            "splits": tuple(self.splits) in ((), SPLITS) and totals == sums,
+            "files": all({*shard.files} == shard_files for shard in shards)
+            and not any(Path(name).is_absolute() or ".." in Path(name).parts for name in files),
+            "tokenizer": tokenizer is None or self.tokenizer["sha256"] == tokenizer.sha256,
+            "encoder": isinstance(self.encoder["name"], str),
+            "problems": all(type(count) is int for count in self.problems.values()),
+            "options": isinstance(self.options, dict) and isinstance(self.grouping, dict),
+            "sources": all(isinstance(source, dict) for source in self.sources),
+        }.items():
+            if not is_possible:
+                raise ValueError(f"{field} is {short_repr(getattr(self, field))}, which no store has")
 
 
 def checksum_line(digest: str) -> str:

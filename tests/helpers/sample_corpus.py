@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.manifest import MANIFEST_NAME
+from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, checksum_line
 from mmldlm.data.prepare.documents import SUFFIXES, Document, Format, Problem
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers.text import read_text, text_parts
@@ -81,7 +83,14 @@ def overwrite_value(store: Path, name: str, place: object, value: float) -> None
     shards = manifest["splits"][shard_name.rpartition("-")[0]]["shards"]
     (shard,) = (shard for shard in shards if shard["name"] == shard_name)
     shard["files"][f"{kind}.npy"] = vars(file_info(path))
-    (store / MANIFEST_NAME).write_text(json.dumps(manifest))
+    write_manifest(store, manifest)
+
+
+def write_manifest(store: Path, content: dict[str, Any]) -> None:
+    """Write an edited manifest with its checksum, as whoever made the store could have."""
+    text = json.dumps(content)
+    (store / MANIFEST_NAME).write_text(text)
+    (store / CHECKSUM_NAME).write_text(checksum_line(hashlib.sha256(text.encode()).hexdigest()))
 
 
 def flip_bit(path: Path, at: int = -1) -> None:
