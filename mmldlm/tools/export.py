@@ -6,20 +6,17 @@ import argparse
 import shutil
 from pathlib import Path
 
-from mmldlm.data.manifest import CHECKSUM_NAME
 from mmldlm.errors import DataError, UsageError
 from mmldlm.inference.bundle import EVALUATION_NAME, matching_evaluation, write_bundle
 from mmldlm.run.load import LoadedRun, add_run_options, load_run
-from mmldlm.utils.files import folder_around, fsync, make_folder
+from mmldlm.utils.files import fsync, make_folder
 from mmldlm.utils.printable import printable
 
 
 def check_new(out: Path) -> None:
-    """Raise `UsageError` if `out` exists, or would be in a data store, which is replaced as a whole."""
+    """Raise `UsageError` if `out` exists."""
     if out.exists():
         raise UsageError(f"{out}: exists already, expected a new folder")
-    if store := folder_around(out, CHECKSUM_NAME):
-        raise UsageError(f"{out}: is in the data store {store}, expected a folder outside")
 
 
 def save_bundle(run: LoadedRun, out: Path, description: str = "") -> None:

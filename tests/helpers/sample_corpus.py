@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, checksum_line
-from mmldlm.data.prepare.documents import SUFFIXES, Document, Format, Problem
+from mmldlm.data.prepare.documents import SUFFIXES, Columns, Document, Format, Problem
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.tokenizer import Tokenizer
@@ -51,7 +51,7 @@ def read_file(
     """Yield the documents and problems of one text file, by default in the format of its suffix."""
     format = format or SUFFIXES[path.suffix]
     for part in text_parts(str(path), path.stat().st_size, format):
-        yield from read_text(part, field, format, key_field)
+        yield from read_text(part, field, format, Columns(key=key_field))
 
 
 def write_store(path: Path, latent_dtype: str = "float32", tokens: int = 4) -> dict[str, list]:

@@ -1,7 +1,7 @@
 """Documents on disk between the stages of a preparation: cached by chunk, each with its split and its group.
 
 A group has documents that must be in the same split: equal texts, texts that differ in a word or its place, or
-documents of one `--group-field`.
+documents with one value of `--group-field`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alon
 _DOCUMENTS, _OFFSETS = "documents", "offsets.npy"
 # Of each document of a chunk: uint8 [n], index of its split; uint64 [n], hash of its group
 _SPLITS, _GROUPS = "splits.npy", "groups.npy"
-_MAX_GROUPS_IN_MEMORY = 1 << 22
 _SAMPLE_BITS = 20
+_MAX_SHOWN = 60  # characters of a text
 _MIN_WORDS = 4  # of a near-duplicate
 # Identifiers and numbers: words with a digit or underscore, dotted names, camel case, and calls.
 _NAME = re.compile(r"\S*(?:[0-9_]|\w\.\w|[a-z][A-Z]|\(\))\S*")
@@ -66,11 +66,11 @@ class DocumentCacheWriter:
     def add(self, document: Document) -> None:
         """Append a document."""
         # Of the text without its prefix: documents with the same text have the same latent.
-        group = exact_group(document.text)
+        group = exact_group(document.group or document.text)
         self._splits.append(assign_split(group, self._config))
         self._groups.append(hash64(group))
         arrays = (document.tokens, document.latents)
-        own = document.text, document.source, document.line, document.key, document.prefix, document.group
+        own = document.text, document.source, document.line, document.key, document.prefix
         line = [*own, *(each is not None for each in arrays)]
         self._offsets.append(self._file.tell())
         self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
@@ -86,18 +86,16 @@ def cached_documents(folder: Path, indices: Iterable[int] | None = None) -> Iter
         for index in range(len(offsets)) if indices is None else indices:
             if indices is not None:
                 file.seek(offsets[index])
-            *own, has_tokens, has_latents = json.loads(file.readline().decode("utf-8", "surrogatepass"))
-            text, source, line, key, prefix, group = own
+            text, source, line, key, prefix, *has_array = json.loads(file.readline().decode("utf-8", "surrogatepass"))
             # The arrays follow their line, so reading all documents in order needs no seek.
-            tokens, latents = (np.load(file, allow_pickle=False) if has else None for has in (has_tokens, has_latents))
-            yield Document(text, source, line, tokens, latents, key, prefix, group)
+            tokens, latents = (np.load(file, allow_pickle=False) if has else None for has in has_array)
+            yield Document(text, source, line, tokens, latents, key, prefix)
 
 
 def exact_group(text: str, punctuation: bool = False) -> str:
-    """Return the key of a text's group.
+    """Return the key of a text's group: the same for any case, white space and composition of accents (NFC or NFD).
 
-    It is the same for texts that differ only in case, white space, how accents are composed (NFC or NFD) and, unless
-    `punctuation` counts, in signs at the start and end: "Café noir." and "cafe\u0301  NOIR" have one key.
+    Signs at the start and end make no difference either, unless `punctuation` counts: as in "(Yes.)" and "yes".
     """
     normal = " ".join(unicodedata.normalize("NFC", text.casefold()).split())
     if not punctuation and (words := normal.strip(_SIGNS)):  # else a text of signs alone, which is its own key
@@ -105,26 +103,16 @@ def exact_group(text: str, punctuation: bool = False) -> str:
     return hashlib.blake2b(normal.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
-def joined_groups(
-    texts: Sequence[str], near: bool = True, groups: Sequence[str] = ()
-) -> tuple[list[str], dict[str, Any]]:
-    """Return a key for each text, equal for texts of one group, and statistics of the groups.
+def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """Return a key for each text, equal for near-duplicates, and statistics of the groups.
 
-    Texts are in one group if they have the same `exact_group`, the same of the `groups`, or, with `near`, if they are
-    near-duplicates: their words are equal, or, with at least 4 words each, become equal once up to one word is removed
-    from each: one is inserted, replaced or moved. Case and punctuation are ignored, and all numbers and identifiers
-    count as the same word. Groups are the transitive closure. A key is a function of the texts of its group, so it
-    depends neither on the order of the texts nor on the other groups.
+    Two texts are near-duplicates if their words are equal, or, with at least 4 words each, become equal once up to one
+    word is removed from each: one is inserted, replaced or moved. Case and punctuation are ignored, and all numbers and
+    identifiers count as the same word. Groups are the transitive closure. A key is a function of the texts of its
+    group, so it depends neither on the order of the texts nor on the other groups.
     """
-    everyone = np.arange(len(texts))
-    kinds = [(_hashes(map(exact_group, texts)), everyone)]
-    if groups:
-        named = np.array([index for index, group in enumerate(groups) if group], np.int64)
-        kinds.append((_hashes(f"group {groups[index]}" for index in named), named))
-    if near:
-        normal = (_NAME.sub("#", unicodedata.normalize("NFC", text)).casefold() for text in texts)
-        kinds.append(_signatures([_WORD.findall(text) for text in normal]))
-    signatures, owners = (np.concatenate(arrays) for arrays in zip(*kinds, strict=True))
+    composed = (unicodedata.normalize("NFC", text) for text in texts)
+    signatures, owners = _signatures([_WORD.findall(_NAME.sub("#", text).casefold()) for text in composed])
     parents = np.arange(len(texts))
 
     def root(index: int) -> int:  # union-find with path halving
@@ -133,7 +121,7 @@ def joined_groups(
             index = int(parents[index])
         return index
 
-    # Neighbors in sorted order with equal signatures are in one group: no pair is compared by its words.
+    # Neighbors in sorted order with equal signatures are near-duplicates: no pair is compared by its words.
     order = np.argsort(signatures, kind="stable")
     same = np.flatnonzero(signatures[order][1:] == signatures[order][:-1])
     for first, second in zip(owners[order][same].tolist(), owners[order][same + 1].tolist(), strict=True):
@@ -141,14 +129,13 @@ def joined_groups(
         parents[max(root_1, root_2)] = min(root_1, root_2)
     roots = [root(index) for index in range(len(texts))]
     keys: dict[int, str] = {}
-    for index, text in zip(roots, texts, strict=True):
+    for index, key in zip(roots, (exact_group(text, punctuation=True) for text in texts), strict=True):
         # The smallest exact key names the group, which makes it independent of the order of the texts.
-        key = exact_group(text, punctuation=True)
         keys[index] = min(keys.get(index, key), key)
     sizes = np.bincount(np.array(roots, np.int64), minlength=1)
     largest = int(sizes.argmax())
     statistics = {
-        "method": "one-deletion" if near else "group-field",
+        "method": "one-deletion",
         "documents": len(texts),
         "groups": int((sizes > 0).sum()),
         "largest_group": int(sizes[largest]),
@@ -198,10 +185,6 @@ def assign_split(group: str, config: PrepareConfig) -> int:
     if fraction < config.test_fraction:
         return SPLITS.index("test")
     return SPLITS.index("validation") if fraction < config.test_fraction + config.validation_fraction else TRAIN
-
-
-def _hashes(texts: Iterable[str]) -> np.ndarray:
-    return np.fromiter(map(hash64, texts), np.uint64)
 
 
 def hash64(text: str) -> int:
@@ -255,28 +238,23 @@ class Corpus:
             sizes += np.bincount(self.splits(chunk), minlength=len(sizes))
         return dict(zip(SPLITS, sizes[: len(SPLITS)].tolist(), strict=True))
 
-    def exact_group_statistics(self) -> dict[str, int | str]:
-        """Return statistics of the groups of equal texts, counted by ranges of their hashes, to bound memory."""
-        num_documents = sum(self.split_sizes().values())
-        num_ranges = -(-num_documents // _MAX_GROUPS_IN_MEMORY) or 1
-        num_groups = largest = 0
-        for index in range(num_ranges):
-            # Both inclusive, as 2^64 itself is no uint64.
-            low, high = index * 2**64 // num_ranges, (index + 1) * 2**64 // num_ranges - 1
-            parts = []
-            for chunk in self._chunks:
-                groups = self._groups(chunk)[self.splits(chunk) != EXCLUDED]
-                parts.append(groups[(groups >= np.uint64(low)) & (groups <= np.uint64(high))])
-            sizes = np.unique(np.concatenate(parts), return_counts=True)[1]
-            num_groups += len(sizes)
-            largest = max(largest, int(sizes.max(initial=0)))
-        return {"method": "exact", "documents": num_documents, "groups": num_groups, "largest_group": largest}
+    def group_statistics(self) -> dict[str, Any]:
+        """Return statistics of the groups of equal texts or group fields, of which only the hashes are in memory."""
+        used = [np.where(self.splits(chunk) == EXCLUDED, 0, self._groups(chunk)) for chunk in self._chunks]
+        hashes, sizes = np.unique(np.concatenate([groups[groups != 0] for groups in used]), return_counts=True)
+        largest = int(sizes.argmax())
+        chunk = next(chunk for chunk in self._chunks if hashes[largest] in used[chunk])
+        (document,) = cached_documents(self._folders[chunk], [int((used[chunk] == hashes[largest]).argmax())])
+        size, total = int(sizes[largest]), int(sizes.sum())
+        frequent = {"text": document.text[:_MAX_SHOWN], "share": size / total}
+        statistics = {"method": "exact", "documents": total, "groups": len(sizes), "largest_group": size}
+        return statistics | {"most_frequent": frequent}
 
-    def split_joined_groups(self, config: PrepareConfig, near: bool) -> dict[str, Any]:
-        """Assign all documents, in memory, to splits again, those of a joined group to one; return statistics."""
-        documents = (document for chunk in self._chunks for _, document in self.documents(chunk))
-        texts, groups = zip(*((document.text, document.group) for document in documents), strict=True)
-        keys, statistics = joined_groups(texts, near, groups if config.group_field else ())
+    def split_near_duplicates(self, config: PrepareConfig) -> dict[str, Any]:
+        """Assign all documents, in memory, to splits again, near-duplicates to the same; return statistics."""
+        keys, statistics = near_duplicate_groups(
+            [document.text for chunk in self._chunks for _, document in self.documents(chunk)]
+        )
         new_splits = iter([assign_split(key, config) for key in keys])
         for chunk in self._chunks:
             splits = self.splits(chunk)

@@ -44,6 +44,17 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """Names of columns, or fields, other than the text; None if the input has no such column."""
+
+    tokens: str | None = None
+    latents: str | None = None
+    key: str | None = None
+    prefix: str | None = None
+    group: str | None = None
+
+
+@dataclass(frozen=True)
 class Document:
     """An input text with its location: `line` (or row) of the file `source`, counted from 1.
 

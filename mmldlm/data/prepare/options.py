@@ -54,12 +54,8 @@ class PrepareConfig:
     prefix_field: str | None = option(
         None, "field or column with the condition of the text, such as a question; it is never masked", metavar="FIELD"
     )
-    group_field: str | None = option(
-        None, "field or column of which documents with the same value share a split", metavar="FIELD"
-    )
-    separator: str | None = option(
-        None, "line between the documents of a text file, such as '<|endoftext|>', for --format blocks", metavar="LINE"
-    )
+    group_field: str | None = option(None, "field or column: documents of one value share a split", metavar="FIELD")
+    separator: str | None = option(None, "line between documents, instead of blank ones (blocks)", metavar="LINE")
     tokenizer: str = option("bpe", "bpe, words (trained here), characters (a-z and space), or a PATH")
     vocab_size: int = option(None, "of the trained tokenizer (bpe: 4096, words: 16384)", at_least=1, type=int)
     encoder: str = option(
@@ -169,17 +165,19 @@ class PrepareConfig:
             raise UsageError(f"--processes {self.processes}: expected 1, as --cluster {self.cluster} runs the tasks")
         if self.separator and self.format != "blocks":
             raise UsageError(f"--separator {self.separator}: --format is {self.format}, expected blocks")
+        if self.group_field and self.near_duplicates:
+            raise UsageError(f"--group-field {self.group_field}: expected this or --near-duplicates, not both")
         self._check_fields()
         self._check_encoder()
 
     def _check_fields(self) -> None:
-        is_text = self.format in TEXT_FORMATS
+        is_text, has_fields = self.format in TEXT_FORMATS, self.format not in ("lines", "blocks")
         for name, expected, is_invalid in (
             ("tokens_field", "Parquet or Arrow", is_text),
             ("latents_field", "Parquet or Arrow", is_text),
-            ("key_field", "a table or JSON", self.format in ("lines", "blocks")),
-            ("prefix_field", "a table or JSON", self.format in ("lines", "blocks")),
-            ("group_field", "a table or JSON", self.format in ("lines", "blocks")),
+            ("key_field", "a table or JSON", not has_fields),
+            ("prefix_field", "a table or JSON", not has_fields),
+            ("group_field", "a table or JSON", not has_fields),
         ):
             if (value := getattr(self, name)) and (is_invalid or self.corpus):
                 source = self.corpus or self.format

@@ -157,6 +157,21 @@ def test_problems_are_reported_with_file_and_line(tmp_path: Path, capsys: pytest
 
 
 @quick
+def test_a_text_that_is_everywhere_and_a_word_without_end_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = write_corpus(tmp_path / "corpus.txt", 200).read_text().splitlines()
+    (stories := tmp_path / "stories.txt").write_text("".join(f"{line}\n<eot>\n" for line in lines) + "x" * 5_000_000)
+    config = small_config(tmp_path / "store", stories, on_problem="skip")
+    manifest = prepare(config, progress=False)
+    told = capsys.readouterr().err
+    assert "stories.txt:401: a word of over" in told and manifest.problems["invalid"] == 1
+    assert "warning: most frequent: " in told and manifest.grouping["most_frequent"] == {"text": "<eot>", "share": 0.5}
+    manifest = prepare(replace(config, separator="<eot>", overwrite=True), progress=False)
+    assert "warning" not in capsys.readouterr().err and manifest.grouping["documents"] == 200
+
+
+@quick
 def test_a_missing_latent_stops_by_default(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt", 200)
     corpus.write_text(corpus.read_text() + "???\n")
@@ -190,7 +205,7 @@ def test_tokenizers_by_name_and_path(store_path: Path, tmp_path: Path) -> None:
     manifest = prepare(small_config(tmp_path / "characters", corpus, tokenizer="characters", max_length=256))
     assert (manifest.vocab_size, manifest.token_dtype) == (29, "uint16")
     manifest = prepare(small_config(tmp_path / "same", corpus, tokenizer=str(store_path / "tokenizer")))
-    assert manifest.tokenizer == Store.open(store_path).manifest.tokenizer
+    assert manifest.tokenizer["sha256"] == Store.open(store_path).manifest.tokenizer["sha256"]
     corpus.write_text(corpus.read_text() + "CAPITALS\n")
     with pytest.raises(DataError, match=r"corpus.txt:601: a text has characters outside"):
         prepare(small_config(tmp_path / "capitals", corpus, tokenizer="characters"))

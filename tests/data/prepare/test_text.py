@@ -13,7 +13,7 @@ import tokenizers
 import torch
 
 from mmldlm.data.encoders import LsaEncoder, load_encoder
-from mmldlm.data.prepare.corpus import exact_group, joined_groups
+from mmldlm.data.prepare.corpus import exact_group, near_duplicate_groups
 from mmldlm.data.prepare.documents import Document, Problem
 from mmldlm.data.prepare.readers.files import find_files
 from mmldlm.data.prepare.readers.python_docs import (
@@ -114,8 +114,8 @@ GROWING = {
     ("key", "value", "message"),
     [
         ("normalizer", GROWING, "its normalizer makes texts 4,294,967,296 times as long"),
-        ("model", {"vocab": {"a": 0, "b": 1 << 31}}, "token 'b' has id 2147483648, expected ids below"),
-        ("model", {"vocab": {"a": 0, "b": 3, "c": 3}}, "have one id, 3; expected each its own"),
+        ("model", {"vocab": {"a": 0, "b": 1 << 31}}, "ids up to 2147483648, expected one each, up to"),
+        ("model", {"vocab": {"a": 0, "b": 3, "c": 3}}, "5 tokens have 3 ids up to"),
     ],
 )
 def test_a_tokenizer_without_bounds_is_refused(key: str, value: dict, message: str, tmp_path: Path) -> None:
@@ -175,6 +175,14 @@ def test_lsa_tells_topics_apart_and_comes_back_from_disk(tmp_path: Path) -> None
     assert np.array_equal(loaded.encode(texts), latents) and loaded.identity == encoder.identity
     assert np.array_equal(np.concatenate([encoder.encode([text]) for text in texts[:20]]), latents[:20])
     assert not [file for file in (tmp_path / "encoder").iterdir() if b"pickle" in file.read_bytes()]
+
+
+def test_lsa_is_refused_for_texts_without_spaces(tmp_path: Path) -> None:
+    texts = ["今天今天读城市晚上给", "房子书在书他们鸟跑晚上一本走", "今天 读 书"]
+    with pytest.raises(DataError, match=r"reads words between spaces, found '今天.*--encoder learned"):
+        LsaEncoder.fit(texts * 5, 2)
+    spaced = [" ".join(text) for text in texts]
+    assert LsaEncoder.fit([*spaced, "ein Wort 今天今天今天今天 und zehn andere von hier bis da"], 2).channels == 2
 
 
 def test_lsa_gives_nan_where_it_knows_no_word(tmp_path: Path) -> None:
@@ -263,15 +271,16 @@ def test_near_duplicates_share_a_key() -> None:
         "The return length of foo.",
     ]
     others = ["Return the foo.", "Return the bar.", "Length of return foo the.", "Something else is said in here."]
-    keys, statistics = joined_groups(alike + others)
+    keys, statistics = near_duplicate_groups(alike + others)
     assert len(set(keys[: len(alike)])) == 1 and len(set(keys)) == 1 + len(others)
     assert statistics["largest_group"] == len(alike) and statistics["groups"] == 5
     shuffled = (alike + others)[::-1]
-    assert joined_groups(shuffled)[0] == keys[::-1]
-    assert joined_groups(alike)[0] == keys[: len(alike)]
-    one, other = joined_groups(["Call foo_bar with care.", "Call numpy.where with care."])[0]
+    assert near_duplicate_groups(shuffled)[0] == keys[::-1]
+    assert near_duplicate_groups(alike)[0] == keys[: len(alike)]
+    assert len({*near_duplicate_groups(["Cafe\u0301 noir", "caf\u00e9 NOIR."])[0]}) == 1
+    one, other = near_duplicate_groups(["Call foo_bar with care.", "Call numpy.where with care."])[0]
     assert one == other
-    assert joined_groups([])[0] == []
+    assert near_duplicate_groups([])[0] == []
 
 
 def test_exact_groups_ignore_what_does_not_make_another_text() -> None:
@@ -280,27 +289,9 @@ def test_exact_groups_ignore_what_does_not_make_another_text() -> None:
     assert len({*map(exact_group, ["?", "...", "!?"])}) == 3
 
 
-@pytest.mark.parametrize("near", [False, True])
-def test_groups_with_a_text_or_a_name_in_common_are_one(near: bool) -> None:
-    texts = [
-        "Alpha one two three.",
-        "beta",
-        "Gamma!",
-        "gamma",
-        "Cafe\u0301 noir est fort",
-        "Caf\u00e9 noir est fort",
-        "z",
-        "y",
-    ]
-    groups = ["x", "x", "x", "", "", "", "", ""]
-    keys, statistics = joined_groups(texts, near, groups)
-    assert len({*keys[:4]}) == len({*keys[4:6]}) == 1 and len({*keys}) == statistics["groups"] == 4
-    assert joined_groups(texts[::-1], near, groups[::-1])[0] == keys[::-1]
-
-
 def test_the_work_on_near_duplicates_is_proportional_to_the_texts(tmp_path: Path) -> None:
     texts = write_corpus(tmp_path / "corpus.txt", 20_000).read_text().splitlines()
-    calls, half = (count_calls(lambda count=count: joined_groups(texts[:count])) for count in (20_000, 10_000))  # type: ignore[misc]
+    calls, half = (count_calls(lambda count=count: near_duplicate_groups(texts[:count])) for count in (20_000, 10_000))  # type: ignore[misc]
     assert calls < 2.2 * half
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, BinaryIO, TypeAlias
 
-from mmldlm.data.prepare.documents import Document, DocumentStream, Format, Part, Problem, ProblemKind
+from mmldlm.data.prepare.documents import Columns, Document, DocumentStream, Format, Part, Problem, ProblemKind
 from mmldlm.data.prepare.readers.files import is_compressed, open_text
 
 _Lines: TypeAlias = Iterable[tuple[int, bytes]]  # line number and line
@@ -66,38 +66,33 @@ def read_text(
     part: Part,
     field: str,
     format: Format = "lines",
-    key_field: str | None = None,
+    columns: Columns = Columns(),  # noqa: B008
     key_optional: bool = False,
-    prefix_field: str | None = None,
-    group_field: str | None = None,
     separator: str | None = None,
 ) -> DocumentStream:
     """Yield the documents and problems of a part of a text file, in one of `TEXT_FORMATS`.
 
-    `field` of JSON, or column of CSV, holds the text, `key_field` the key, `group_field` the group and `prefix_field`
-    the prefix, which may be empty. All but the text may be missing if `key_optional`. Blocks end at the line
-    `separator`, by default at a blank one.
+    `field` of JSON, or column of CSV, holds the text; `columns` are of the key, the group and the prefix, which may be
+    empty. All but the text may be missing if `key_optional`. Blocks end at the line `separator`, or at a blank one.
     """
-    others = (("key", key_field, _row_id), ("prefix", prefix_field, _row_text), ("group", group_field, _row_id))
+    texts, ids = {"text": field, "prefix": columns.prefix}, {"key": columns.key, "group": columns.group}
+    named = {*texts.values(), *ids.values()} - {None}
     with open_text(part.path) as file:
         lines = _lines(file, part)
         for line, record in _block_records(lines, separator) if format == "blocks" else _RECORDS[format](lines):
-            is_row = format not in ("lines", "blocks") and not isinstance(record, tuple)
-            text = _row_text(record, field) if is_row else record
-            values: dict[str, Any] = {}
-            if is_row and isinstance(text, str):
-                values = {
-                    name: read(record, wanted)
-                    for name, wanted, read in others
-                    if wanted and (wanted in record or not key_optional)
-                }
-            if isinstance(text, str) and not text.strip():
-                text = _EMPTY
-            if fault := next((value for value in (text, *values.values()) if isinstance(value, tuple)), None):
-                yield Problem(part.path, line, *fault)
+            values: dict[str, Any] = {"text": record}
+            if format not in ("lines", "blocks") and not isinstance(record, tuple):
+                present = {field, *record} if isinstance(record, dict) and key_optional else named
+                values = {name: _row_text(record, column) for name, column in texts.items() if column in present}
+                values |= {name: _row_id(record, column) for name, column in ids.items() if column in present}
+            faults = [value for value in values.values() if isinstance(value, tuple)]
+            if isinstance(values["text"], str) and not values["text"].strip():
+                faults = [_EMPTY]
+            if faults:
+                yield Problem(part.path, line, *faults[0])
             else:
-                prefix = str(values.pop("prefix", "")).strip()
-                yield Document(text, part.path, line, prefix=prefix, **values)
+                prefix = values.pop("prefix", "").strip()
+                yield Document(source=part.path, line=line, prefix=prefix, **values)
 
 
 def _lines(file: BinaryIO, part: Part) -> _Lines:
@@ -221,9 +216,9 @@ def _row_text(row: Any, field: str) -> str | _Fault:
     return text
 
 
-def _row_id(row: dict[str, Any], field: str) -> str | _Fault:
+def _row_id(row: Any, field: str) -> str | _Fault:
     """Return the id of a document or of its group, or what is wrong with it."""
-    value = row.get(field)
+    value = row.get(field) if isinstance(row, dict) else None
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
-        return "invalid", f"field {field!r} is {type(value).__name__}, expected an id, a string or integer"
+        return "invalid", f"field {field!r} is {type(value).__name__}, expected the document's id, a string or integer"
     return str(value)
