@@ -155,7 +155,8 @@ class Manifest:
         """Raise ValueError for a field whose type or value no store can have."""
         latent, splits, files = self.latent, self.splits.values(), dict(self.all_files())
         shards = [shard for split in splits for shard in split.shards]
-        for part in (self, latent, *splits, *shards):
+        parts: list[Any] = [self, latent, *splits, *shards]
+        for part in parts:
             for field in fields(part):
                 value, expected = getattr(part, field.name), str(field.type)
                 if type(value).__name__ != expected.partition("[")[0] or (type(value) is int and value < 0):

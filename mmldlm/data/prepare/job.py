@@ -181,8 +181,8 @@ class Job:
             raise DataError(f"{out}: exists and is no data store; --overwrite replaces stores only")
         if config.overwrite:
             known = {MANIFEST_NAME, CHECKSUM_NAME, *(name for name, _ in manifest.all_files())}
-            names = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
-            if foreign := sorted(names - known):
+            present = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
+            if foreign := sorted(present - known):
                 raise DataError(f"{out}: {foreign[0]} is no part of the store, but --overwrite would delete it")
             return None
         # `merge` adds the number of documents to the sources of an embedded corpus.

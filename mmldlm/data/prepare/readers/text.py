@@ -75,14 +75,15 @@ def read_text(
     `field` of JSON, or column of CSV, holds the text; `columns` are of the key, the group and the prefix, which may be
     empty. All but the text may be missing if `key_optional`. Blocks end at the line `separator`, or at a blank one.
     """
-    texts, ids = {"text": field, "prefix": columns.prefix}, {"key": columns.key, "group": columns.group}
-    named = {*texts.values(), *ids.values()} - {None}
+    texts = {"text": field, "prefix": columns.prefix or ""}
+    ids = {"key": columns.key or "", "group": columns.group or ""}
+    named = {*texts.values(), *ids.values()} - {""}
     with open_text(part.path) as file:
         lines = _lines(file, part)
         for line, record in _block_records(lines, separator) if format == "blocks" else _RECORDS[format](lines):
             values: dict[str, Any] = {"text": record}
             if format not in ("lines", "blocks") and not isinstance(record, tuple):
-                present = {field, *record} if isinstance(record, dict) and key_optional else named
+                present = {field, *record} - {""} if isinstance(record, dict) and key_optional else named
                 values = {name: _row_text(record, column) for name, column in texts.items() if column in present}
                 values |= {name: _row_id(record, column) for name, column in ids.items() if column in present}
             faults = [value for value in values.values() if isinstance(value, tuple)]
