@@ -180,9 +180,9 @@ class Job:
         if not (out / MANIFEST_NAME).is_file() or not (manifest := Manifest.read(out)).splits:
             raise DataError(f"{out}: exists and is no data store; --overwrite replaces stores only")
         if config.overwrite:
-            known = {MANIFEST_NAME, CHECKSUM_NAME, *(name for name, _ in manifest.all_files())}
+            expected = {MANIFEST_NAME, CHECKSUM_NAME, *(name for name, _ in manifest.all_files())}
             present = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
-            if foreign := sorted(present - known):
+            if foreign := sorted(present - expected):
                 raise DataError(f"{out}: {foreign[0]} is no part of the store, but --overwrite would delete it")
             return None
         # `merge` adds the number of documents to the sources of an embedded corpus.
