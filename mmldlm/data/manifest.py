@@ -165,13 +165,15 @@ class Manifest:
         scale = np.array([latent.rms, latent.max_norm, *np.square(latent.mean)])
         tokenizer = files.get("tokenizer/tokenizer.json")  # which the description of a store has not
         for name, is_possible in {
-            "mask_id": self.mask_id != self.pad_id and max(self.mask_id, self.pad_id) < self.vocab_size <= 1 << 32,
+            "mask_id": self.mask_id != self.pad_id and max(self.mask_id, self.pad_id) < self.vocab_size <= 1 << 24,
             "token_dtype": self.token_dtype in ("uint16", "uint32"),
             "latent_dtype": self.latent_dtype in ("float16", "float32"),
             "latent": len(latent.mean) == latent.channels and np.isfinite(scale).all() and (scale[:2] > 0).all(),
             "splits": tuple(self.splits) in ((), SPLITS) and sums == [[part.samples, part.tokens] for part in splits],
-            "files": not any(name.startswith("/") or ".." in name.split("/") for name in files)
+            "files": len(files) == len([*self.all_files()])
+            and not any(name.startswith("/") or ".." in name.split("/") for name in files)
             and all({suffix.removesuffix(".npy") for suffix in shard.files} == KINDS for shard in shards),
+            "encoder": isinstance(self.encoder.get("name"), str),
             "tokenizer": tokenizer is None or self.tokenizer["sha256"] == tokenizer.sha256,
         }.items():
             if not is_possible:

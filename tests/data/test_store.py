@@ -111,6 +111,12 @@ def test_malformed_arrays_are_named(copy: Path) -> None:
         Store.open(copy).split("dev")
 
 
+def twice(manifest: dict) -> None:
+    """List the training shard twice."""
+    train = manifest["splits"]["train"]
+    train.update(samples=2 * train["samples"], tokens=2 * train["tokens"], shards=train["shards"] * 2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -129,6 +135,7 @@ def test_malformed_arrays_are_named(copy: Path) -> None:
         (lambda result: result["splits"].pop("test"), "splits is "),
         (lambda result: result["files"].update({"../x": {"bytes": 1, "sha256": ""}}), "files is "),
         (lambda result: result["tokenizer"].update(sha256="0" * 64), "tokenizer is "),
+        (twice, "files is "),
         (lambda result: result.update(encoder={}), "expected a complete manifest"),
         (lambda result: result.update(sources=["a"], options=[]), "options is "),
     ],
