@@ -109,9 +109,10 @@ class Tokenizer:
         try:
             content = file.read_text(encoding="utf-8")
             # Before the library reads it, which normalizes added tokens.
-            for key in ("normalizer", "decoder"):
-                if (growth := _growth(json.loads(content).get(key))) > _MAX_GROWTH:
-                    raise ValueError(f"its {key} makes texts {growth:,} times as long, expected {_MAX_GROWTH} at most")
+            if (
+                growth := max(_growth(json.loads(content).get(key)) for key in ("normalizer", "decoder"))
+            ) > _MAX_GROWTH:
+                raise ValueError(f"it makes texts {growth:,} times as long, expected at most {_MAX_GROWTH} times")
             return cls(tokenizers.Tokenizer.from_str(content))
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{file}: not a readable tokenizer.json ({_one_line(error)})") from None

@@ -30,7 +30,6 @@ SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alon
 _DOCUMENTS, _OFFSETS = "documents", "offsets.npy"
 # Of each document of a chunk: uint8 [n], index of its split; uint64 [n], hash of its group
 _SPLITS, _GROUPS = "splits.npy", "groups.npy"
-_SAMPLE_BITS = 20
 _MAX_SHOWN = 60  # characters of a text
 _MIN_WORDS = 4  # of a near-duplicate
 # Identifiers and numbers: words with a digit or underscore, dotted names, camel case, and calls.
@@ -270,14 +269,9 @@ class Corpus:
         The sample consists of the groups with the lowest hashes. It is thus independent of how the input is cut into
         chunks, and contains all copies of a text or none.
         """
-        # Hashes are compared by their leading bits, whose histogram gives the threshold without sorting all hashes.
-        histogram = np.zeros(1 << _SAMPLE_BITS, np.int64)
-        for chunk in self._chunks:
-            prefixes = self._groups(chunk)[self.splits(chunk) == TRAIN] >> np.uint64(64 - _SAMPLE_BITS)
-            histogram += np.bincount(prefixes.astype(np.int64), minlength=len(histogram))
-        # The largest prefix range whose documents do not exceed the limit.
-        threshold = int(np.searchsorted(np.cumsum(histogram), max_documents, side="right"))
-        for chunk in self._chunks:
-            is_sampled = (self._groups(chunk) >> np.uint64(64 - _SAMPLE_BITS)).astype(np.int64) < threshold
-            indices = np.flatnonzero(is_sampled & (self.splits(chunk) == TRAIN))
-            yield from cached_documents(self._folders[chunk], indices.tolist())
+        is_train = [self.splits(chunk) == TRAIN for chunk in self._chunks]
+        hashes = np.concatenate([self._groups(chunk)[used] for chunk, used in zip(self._chunks, is_train, strict=True)])
+        limit = np.partition(hashes, max_documents)[max_documents] if len(hashes) > max_documents else None
+        for chunk, used in zip(self._chunks, is_train, strict=True):
+            is_sampled = used if limit is None else used & (self._groups(chunk) < limit)
+            yield from cached_documents(self._folders[chunk], np.flatnonzero(is_sampled).tolist())

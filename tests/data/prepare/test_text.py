@@ -113,7 +113,7 @@ GROWING = {
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("normalizer", GROWING, "its normalizer makes texts 4,294,967,296 times as long"),
+        ("normalizer", GROWING, "it makes texts 4,294,967,296 times as long"),
         ("model", {"vocab": {"a": 0, "b": 1 << 31}}, "ids up to 2147483648, expected one each, up to"),
         ("model", {"vocab": {"a": 0, "b": 3, "c": 3}}, "5 tokens have 3 ids up to"),
     ],
