@@ -51,9 +51,7 @@ class Tokenizer:
         self._json = backend.to_str(pretty=True)
         ids = [*backend.get_vocab(with_added_tokens=True).values()]
         if len({*ids}) < len(ids) or max(ids) > _MAX_ID:
-            raise DataError(
-                f"{len(ids)} tokens have {len({*ids})} ids up to {max(ids)}, expected one each, up to {_MAX_ID}"
-            )
+            raise DataError(f"{len(ids)} tokens have {len({*ids})} ids up to {max(ids)}, expected one each, up to 2^24")
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
