@@ -93,7 +93,8 @@ def test_documents_that_share_a_text_or_a_group_lie_on_one_side(suffix: str, tmp
     if suffix == "jsonl":
         path.write_text("\n".join(map(json.dumps, rows)))
     else:
-        pytest.importorskip("pyarrow").parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
+        parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").Table
+        parquet.write_table(table.from_pylist(rows), path)
     for group_field in (None, "book"):
         config = small_config(
             tmp_path / "store", path, prefix_field="question", group_field=group_field, overwrite=True
