@@ -18,10 +18,12 @@ if __name__ == "__main__":  # before the imports below import torch
 
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require_paths, split_arguments
+from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
 from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, ExitCode, UsageError, exit_process, run_command
 from mmldlm.settings.successors import refuse_removed
 from mmldlm.trainer.trainer import Trainer
+from mmldlm.utils.files import folder_around
 
 
 def train(
@@ -102,6 +104,11 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
     try:
         config = load_config(options.config, options.overrides)
         require_paths(config, "data.path", "run.dir")
+        run_dir = Path(config.run.dir)
+        if (run_dir / MANIFEST_NAME).is_file() or folder_around(run_dir, CHECKSUM_NAME):
+            raise ConfigError(
+                f"run.dir: {run_dir} is (in) a data store, bundle or checkpoint, expected a folder outside"
+            )
         files = options.deepspeed_config, options.accelerate_config
         launch = None if options.gpus or options.dry_run else read_launcher_env(os.environ, *files)
     except ConfigError as error:

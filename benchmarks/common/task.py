@@ -22,13 +22,11 @@ from mmldlm.config import RunConfig, load_config
 from mmldlm.data.batch_schedule import BatchSize, deal
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.loader import collate
-from mmldlm.data.manifest import MANIFEST_NAME
 from mmldlm.data.prepare.documents import Document
 from mmldlm.data.prepare.readers.python_docs import read_python_docs
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Split
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.utils.files import write_atomically
 
 Kind = Literal["documents", "sentences", "full"]
 KINDS: tuple[Kind, ...] = ("documents", "sentences", "full")
@@ -205,5 +203,5 @@ def make_store(
             writer.add(split, tokens[part], latents[part], [5 * len(sample) for sample in tokens[part]])
         manifest = writer.finish(sources=[], options={}, problems={}, grouping={})
     described = replace(manifest, vocab_size=vocab, max_length=max_length)
-    write_atomically(unfinished / MANIFEST_NAME, described.to_json())
+    described.write(unfinished)
     return unfinished.rename(path)

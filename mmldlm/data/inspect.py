@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, checksum_line, describe_losses
+from mmldlm.data.manifest import describe_losses
 from mmldlm.data.nearest import nearest_neighbors
 from mmldlm.data.store import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import partition_items, verify_item
 from mmldlm.errors import DataError, UsageError
-from mmldlm.utils.files import sha256
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
@@ -125,13 +124,6 @@ def verify_store(path: Path, threads: int | None = None, progress: Progress | No
 
     A store that cannot be opened at all is a `DataError`.
     """
-    manifest, checksum = path / MANIFEST_NAME, path / CHECKSUM_NAME
-    if manifest.is_file():
-        digest = sha256(manifest)
-        expected = checksum.read_text(encoding="utf-8", errors="replace") if checksum.is_file() else "none"
-        if expected != checksum_line(digest):  # then the hashes in it cannot be trusted
-            found = f"SHA-256 is {digest[:12]}..., expected {expected[:12]}..."
-            return [f"{manifest}: damaged, or its {CHECKSUM_NAME}: {found}"]
     store = Store.open(path)
     (items,) = partition_items(store, 1, list(store.manifest.splits))
 

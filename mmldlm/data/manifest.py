@@ -8,17 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mmldlm.errors import DataError
-from mmldlm.utils.files import FileInfo, read_regular, write_atomically
+from mmldlm.utils.files import FileInfo, write_atomically
+from mmldlm.utils.short_repr import short_repr
 
 FORMAT = 1
 SPLITS = ("train", "validation", "test")
+KINDS = frozenset({"tokens", "offsets", "latents", "characters"})  # of arrays of a shard
 MANIFEST_NAME = "manifest.json"
 CHECKSUM_NAME = "manifest.sha256"  # in the format of sha256sum
 
@@ -125,11 +127,14 @@ class Manifest:
             raise DataError(
                 f"{store}: not a data store: {reason}; expected the folder that `mmldlm prepare --out` wrote"
             )
+        text, checksum = read_regular(path), store / CHECKSUM_NAME
+        found = checksum_line(hashlib.sha256(text).hexdigest())
+        expected = read_regular(checksum).decode(errors="replace") if checksum.is_file() else "none"
+        if expected != found:  # then the hashes in it cannot be trusted
+            found = f"SHA-256 is {found[:12]}..., expected {expected[:12]}..."
+            raise DataError(f"{path}: damaged, or its {CHECKSUM_NAME}: {found}; copy or prepare the store anew")
         try:
-            content = json.loads(read_regular(path))
-        except ValueError as error:
-            raise DataError(f"{path}: not valid JSON ({error}); expected the manifest of a data store") from None
-        try:
+            content = json.loads(text)
             if content["format"] != FORMAT:
                 raise DataError(f"{path}: format is {content['format']!r}, expected {FORMAT}; prepare the data again")
             nested = {
@@ -140,9 +145,39 @@ class Manifest:
                 },
                 "files": {name: FileInfo(**info) for name, info in content["files"].items()},
             }
-            return cls(**{**content, **nested})
-        except (KeyError, TypeError, AttributeError) as error:
+            manifest = cls(**{**content, **nested})
+            manifest._check()
+        except (KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
             raise DataError(f"{path}: {error}; expected a complete manifest of format {FORMAT}") from None
+        return manifest
+
+    def _check(self) -> None:
+        """Raise ValueError for a field whose type or value no store can have."""
+        latent, splits, files = self.latent, self.splits.values(), dict(self.all_files())
+        shards = [shard for split in splits for shard in split.shards]
+        parts: list[Any] = [self, latent, *splits, *shards]
+        for part in parts:
+            for field in fields(part):
+                value, expected = getattr(part, field.name), str(field.type)
+                if type(value).__name__ != expected.partition("[")[0] or (type(value) is int and value < 0):
+                    raise ValueError(f"{field.name} is {short_repr(value)}, expected {expected}, not below 0")
+        sums = [np.sum([(shard.samples, shard.tokens) for shard in split.shards], 0).tolist() for split in splits]
+        scale = np.array([latent.rms, latent.max_norm, *np.square(latent.mean)])
+        tokenizer = files.get("tokenizer/tokenizer.json")  # which the description of a store has not
+        for name, is_possible in {
+            "mask_id": self.mask_id != self.pad_id and max(self.mask_id, self.pad_id) < self.vocab_size <= 1 << 24,
+            "token_dtype": self.token_dtype in ("uint16", "uint32"),
+            "latent_dtype": self.latent_dtype in ("float16", "float32"),
+            "latent": len(latent.mean) == latent.channels and np.isfinite(scale).all() and (scale[:2] > 0).all(),
+            "splits": tuple(self.splits) in ((), SPLITS) and sums == [[part.samples, part.tokens] for part in splits],
+            "files": len(files) == len([*self.all_files()])
+            and not any(name.startswith("/") or ".." in name.split("/") for name in files)
+            and all({suffix.removesuffix(".npy") for suffix in shard.files} == KINDS for shard in shards),
+            "encoder": isinstance(self.encoder.get("name"), str),
+            "tokenizer": tokenizer is None or self.tokenizer["sha256"] == tokenizer.sha256,
+        }.items():
+            if not is_possible:
+                raise ValueError(f"{name} is {short_repr(getattr(self, name))}, which no store has")
 
 
 def checksum_line(digest: str) -> str:

@@ -23,12 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.manifest import MANIFEST_NAME, LatentInfo, Manifest, ShardInfo
+from mmldlm.data.manifest import KINDS, MANIFEST_NAME, LatentInfo, Manifest, ShardInfo
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.utils.files import FileInfo
 from mmldlm.utils.short_repr import short_repr
 
-KINDS = frozenset({"tokens", "offsets", "latents", "characters"})  # of arrays of a shard
 _FILES_PER_TASK = 2048  # of a thread that checks sizes
 
 

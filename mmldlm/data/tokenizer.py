@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -20,6 +22,8 @@ from mmldlm.utils.files import read_regular
 MASK, PAD = "[MASK]", "[PAD]"
 BUILT_IN = ("bpe", "words", "characters")  # names; any other tokenizer is given as a tokenizer.json
 LOWERCASE_ALPHABET = "abcdefghijklmnopqrstuvwxyz "  # of text8
+_MAX_ID = 1 << 24  # arrays of counts and embeddings have a row for each id below the largest
+_MAX_GROWTH = 256  # times the characters of a text, by replacements
 
 # Letters after a space, which is Ġ in byte-level vocabularies and ▁ in those of SentencePiece. Their letters outside of
 # ASCII are spelled in several ways, so a letter is what is not a digit or sign of ASCII.
@@ -36,7 +40,8 @@ class Tokenizer:
         """Wrap `backend`; `[MASK]` and `[PAD]` are appended to its vocabulary if missing."""
         missing = [token for token in (MASK, PAD) if backend.token_to_id(token) is None]
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
-        # A tokenizer.json may set both; a sample's length is decided by the options of `prepare` alone.
+        # A tokenizer.json may set all of these; a sample's length is decided by the options of `prepare` alone.
+        make_deterministic(backend)
         backend.no_truncation()
         backend.no_padding()
         # Otherwise a literal "[MASK]" in a user's text would become the mask id. Not saved in tokenizer.json.
@@ -45,6 +50,9 @@ class Tokenizer:
         self.mask_id: int = backend.token_to_id(MASK)  # type: ignore[assignment]
         self.pad_id: int = backend.token_to_id(PAD)  # type: ignore[assignment]
         self._json = backend.to_str(pretty=True)
+        ids = [*backend.get_vocab(with_added_tokens=True).values()]
+        if len({*ids}) < len(ids) or max(ids) > _MAX_ID:
+            raise DataError(f"{len(ids)} tokens have {len({*ids})} ids up to {max(ids)}, expected one each, up to 2^24")
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -98,7 +106,12 @@ class Tokenizer:
         if not file.is_file():
             raise DataError(f"{file}: no such file; expected a tokenizer.json or a folder that contains one")
         try:
-            return cls(tokenizers.Tokenizer.from_str(read_regular(file).decode()))
+            content = read_regular(file).decode()
+            # Before the library reads it, which normalizes added tokens.
+            growth = max(_growth(json.loads(content).get(key)) for key in ("normalizer", "decoder"))
+            if growth > _MAX_GROWTH:
+                raise ValueError(f"it makes texts {growth:,} times as long, expected at most {_MAX_GROWTH} times")
+            return cls(tokenizers.Tokenizer.from_str(content))
         except Exception as error:  # the library raises plain Exception
             raise DataError(f"{file}: not a readable tokenizer.json ({_one_line(error)})") from None
 
@@ -178,6 +191,22 @@ class Tokenizer:
     def identity(self) -> str:
         """SHA-256 of the `tokenizer.json` that `save` writes."""
         return hashlib.sha256(self._json.encode()).hexdigest()
+
+
+def make_deterministic(backend: tokenizers.Tokenizer) -> None:
+    """Reset the options of a model that make it draw the tokens of a text at random."""
+    for option in ("dropout", "alpha", "nbest_size"):  # of BPE; of Unigram
+        if getattr(backend.model, option, None) is not None:
+            setattr(backend.model, option, None)
+
+
+def _growth(part: Any) -> int:
+    """Return how many characters the replacements of a normalizer or decoder make of one, at most."""
+    if not isinstance(part, dict):
+        return 1
+    parts = [*part.get("normalizers", ()), *part.get("decoders", ())]
+    matched = len(part.get("pattern", {}).get("String", "")) or 1  # a regex matches at least one, as a rule
+    return math.prod(map(_growth, parts)) * max(1, -(-len(str(part.get("content", ""))) // matched))
 
 
 def split_prefix(tokens: Sequence[int], prefix_end: int) -> tuple[list[int], list[int]]:

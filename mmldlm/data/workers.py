@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import shutil
 import signal
 import sys
 import threading
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_sharer
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -20,6 +22,7 @@ from mmldlm.errors import DataError
 from mmldlm.utils.process import STOP_SIGNALS
 
 T = TypeVar("T")
+_SHARED, _ENOUGH_SHARED_MIB = Path("/dev/shm"), 1024  # noqa: S108 - by which torch passes batches
 _KILL_TIMEOUT_S = 2.0  # to join killed workers; one that hangs in the kernel stays until its file system answers
 
 
@@ -149,9 +152,11 @@ def _to_data_error(
     if isinstance(error, DataError):
         return error
     if isinstance(error, TimeoutError) or "DataLoader timed out" in str(error):
+        shared = shutil.disk_usage(_SHARED).total >> 20 if _SHARED.is_dir() else _ENOUGH_SHARED_MIB
+        small = f"{_SHARED} ({shared} MiB for their batches) and " if shared < _ENOUGH_SHARED_MIB else ""
         return DataError(
-            f"the data loader workers returned nothing for {timeout_s:g} s (data.worker_timeout_s); check the file "
-            "system of data.path, try data.num_workers=0 or a larger data.worker_timeout_s"
+            f"the data loader workers returned nothing for {timeout_s:g} s (data.worker_timeout_s); check {small}the "
+            "file system of data.path, try data.num_workers=0 or a larger data.worker_timeout_s"
         )
     # Torch packs a worker's traceback into the message; its last line is the cause.
     cause = (str(error).strip().splitlines() or [type(error).__name__])[-1]

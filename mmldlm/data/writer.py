@@ -34,6 +34,7 @@ from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo, file_info, fsync
 
 TOKEN_COUNTS = "token_counts.npy"
+_MAX_ROUNDING = 0.01  # of the spread of the latents; more moves neighbors
 _BLOCK_VALUES = 1 << 22  # of a block of rows: 32 MiB in float64
 
 
@@ -217,16 +218,21 @@ def squared_deviations(folder: Path, shards: Sequence[ShardInfo], mean: np.ndarr
     """Return squared deviations of the latents in `shards` from `mean` [C]: each shard's sum, and the largest vector's.
 
     This is a second pass over the data: one pass that subtracts the squared mean at the end would lose precision to
-    cancellation.
+    cancellation. Latents that the stored type rounds by more than a hundredth of their spread are a `DataError`.
     """
-    squares, largest = [], 0.0
+    squares, largest, steps = [], 0.0, 0.0
     for shard in shards:
         total = 0.0
         for latents in _row_blocks(folder, shard, "latents"):
             deviations = np.square(latents - mean)  # [n, M, C], float64 as `mean` is
             total += float(deviations.sum())
             largest = max(largest, float(deviations.sum(axis=-1).max()))
+            steps += float(np.square(np.spacing(np.abs(latents)).astype(np.float64)).sum())
         squares.append(total)
+    # An error of rounding is uniform within a step: its variance is a twelfth of the step's square.
+    if (rounding := (steps / 12) ** 0.5) > _MAX_ROUNDING * (spread := sum(squares) ** 0.5) > 0:
+        found = f"{rounding / spread:.0%} of their spread, expected at most {_MAX_ROUNDING:.0%}"
+        raise DataError(f"latents are rounded by {found}: try --latent-dtype float32, or subtract their mean before")
     return squares, largest
 
 
@@ -279,12 +285,16 @@ def write_manifest(
             fsync(path)
             files[name] = file_info(path)
     prefixes = {"prefixes": True} if contents.token_counts[tokenizer.pad_id] else {}
+    top, counts = int(contents.token_counts.argmax()), contents.token_counts
+    is_top = next(_row_blocks(folder, contents.shards["train"][0], "tokens")) == top
+    frequent = {
+        "text": tokenizer.decode_batch([[top]], keep_special=True)[0],
+        "share": float(counts[top] / counts.sum()),
+        "repeated": float((is_top[1:] & is_top[:-1]).mean()),  # as padding is, and no word
+    }
     splits = {
         split: SplitInfo(
-            samples=contents.samples(split),
-            tokens=sum(shard.tokens for shard in shards),
-            characters=contents.characters[split],
-            shards=tuple(shards),
+            contents.samples(split), sum(shard.tokens for shard in shards), contents.characters[split], tuple(shards)
         )
         for split, shards in contents.shards.items()
     }
@@ -298,7 +308,7 @@ def write_manifest(
         token_dtype=token_dtype(tokenizer.vocab_size).name,
         latent_dtype=latent_dtype,
         latent=latent,
-        tokenizer={"sha256": tokenizer.identity, **(losses or {}), **prefixes},
+        tokenizer={"sha256": tokenizer.identity, **(losses or {}), **prefixes, "most_frequent": frequent},
         encoder=encoder.identity,
         splits=splits,
         files=files,

@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from mmldlm.checkpoint.state import model_state
-from mmldlm.data.prepare.documents import TEXT_FORMATS, Document, Problem
+from mmldlm.data.prepare.documents import TEXT_FORMATS, Columns, Document, Problem
 from mmldlm.data.prepare.readers.files import suffix_format
 from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.errors import DataError, RunInUseError, UsageError
@@ -135,7 +135,7 @@ def read_items(path: Path, run: LoadedRun, checked: bool = True) -> list[Item]:
         raise DataError(f"{path}: expected a text a line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'")
     parts = text_parts(str(path), sys.maxsize, format)
     prefix = "prefix" if run.store.manifest.has_prefixes else None
-    items = [item for part in parts for item in read_text(part, "text", format, "id", True, prefix)]
+    items = [item for part in parts for item in read_text(part, "text", format, Columns(key="id", prefix=prefix), True)]
     if not items:
         raise DataError(f"{path}: expected a text a line, found an empty file")
     return [_check_tokens(item, run) for item in items] if checked else items

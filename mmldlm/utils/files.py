@@ -55,6 +55,12 @@ def make_folder(path: Path) -> None:
         fsync(folder.parent)
 
 
+def folder_around(path: Path, *markers: str) -> Path | None:
+    """Return the nearest folder above `path` with a file of one of these names, None if there is none."""
+    folders = Path(os.path.realpath(path)).parents
+    return next((folder for folder in folders if any((folder / name).is_file() for name in markers)), None)
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace the content of `path` atomically: after a crash it has either the old content or all of the new one."""
     temporary = temporary_name(path)

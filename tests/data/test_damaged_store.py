@@ -25,7 +25,7 @@ from tests.helpers.engine_runs import environment
 from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.ports import free_port
-from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_store
+from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_corpus, write_store
 from tests.helpers.user_errors import assert_user_error
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
@@ -160,6 +160,28 @@ def test_run_reports_skipped_samples(
     whole_epoch = ["train.steps=2", f"train.global_batch_size={good}", "--dry-run"]
     assert train.main([*settings, *whole_epoch]) == 0
     assert train.main([*settings, *whole_epoch, "data.max_bad_samples=0"]) == 65
+
+
+@quick
+def test_no_folder_is_taken_for_one_of_another_kind(
+    copy: Path, tiny_config: Path, short_run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run in a store, or a store in a run, would be deleted with it; --overwrite replaces nothing but a store."""
+    before = sorted(copy.rglob("*"))
+    bundle, run = tmp_path / "bundle", Path(shutil.copytree(short_run_dir, tmp_path / "run"))
+    assert cli.main(["export", str(run), str(bundle)]) == 0
+    for folder in (copy, copy / "deep/run", bundle, next((run / "checkpoints").glob("step-*"))):
+        status = train.main([str(tiny_config), f"run.dir={folder}"])
+        assert_user_error((status, capsys.readouterr().err), 64, f"run.dir: {folder} is (in) a data store")
+    assert sorted(copy.rglob("*")) == before
+    (copy / "notes.txt").write_text("mine")
+    corpus = write_corpus(tmp_path / "corpus.txt")
+    checkpoint = next((run / "checkpoints").glob("step-*"))
+    for out in (copy, copy / "store", run, run / "store", run / "data", bundle, bundle / "data", checkpoint, tmp_path):
+        options = ["--out", out, "--overwrite", "--vocab-size", 300]
+        status = cli.main(["prepare", str(corpus), *map(str, options)])
+        assert_user_error((status, capsys.readouterr().err), 65, f"{out}")
+    assert (copy / "notes.txt").exists() and cli.main(["verify", str(run)]) == 0 and (bundle / "data").is_dir()
 
 
 def test_fault_found_by_one_rank_ends_both(shards: Path, tiny_config: Path, tmp_path: Path) -> None:

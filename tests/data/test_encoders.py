@@ -144,6 +144,23 @@ def test_a_prompt_that_the_library_puts_in_unasked_is_recorded(folder: Path) -> 
     assert np.allclose(encoder.encode(TEXTS)[:, 0], library(folder).encode(TEXTS, normalize_embeddings=True), atol=1e-6)
 
 
+@pytest.mark.parametrize(("latent_tokens", "cut"), [(1, 30), (4, 0)])
+def test_texts_that_a_model_reads_in_part_are_counted(
+    folder: Path, tmp_path: Path, latent_tokens: int, cut: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = write_corpus(tmp_path / "corpus.txt", 60).read_text().splitlines()
+    long = [f"{line} " + "rose tulip soil " * 60 if number % 2 else line for number, line in enumerate(lines)]
+    (tmp_path / "corpus.txt").write_text("\n".join(long))
+    model = json.loads((path := folder / "sentence_bert_config.json").read_text())
+    path.write_text(json.dumps(model | {"max_seq_length": 100}))
+    encoder = f"sentence-transformers:{folder}"
+    config = small_config(tmp_path / "store", tmp_path / "corpus.txt", encoder=encoder, latent_tokens=latent_tokens,
+                          latent_dtype="float32", max_length=1024)  # fmt: skip
+    manifest = prepare(config, progress=False)
+    assert manifest.problems.get("cut_by_encoder", 0) == cut
+    assert ("the beginning of 30 samples" in capsys.readouterr().err) is (cut > 0)
+
+
 def test_encoder_revision_is_for_models_by_name(folder: Path) -> None:
     with pytest.raises(UsageError, match=r"--encoder-revision abc: .* is a folder"):
         SentenceTransformerEncoder(str(folder), revision="abc")

@@ -195,12 +195,35 @@ def test_a_store_of_learned_latents_fitted_on_the_training_split_alone(store: Pa
     assert verify_store(store) == []
 
 
+def test_held_out_texts_change_nothing_and_are_told(
+    texts: list[str], tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Texts of other words have a higher loss, and so has a store whose held-out words are spelled in bytes."""
+    losses = []
+    for held_out in (texts[:50], [text[::-1] for text in texts[:50]] + ["word " * 10_000], []):
+        encoder = LearnedEncoder.fit(texts, tokenizer, (3, 8), 32, 60, 3, Progress(), held_out)
+        assert encoder.identity == fit(texts, tokenizer, 60).identity
+        losses += [float(line.split()[2]) for line in capsys.readouterr().err.splitlines() if "held-out" in line]
+    same, other = losses
+    assert other > same + 1
+
+
+def test_rare_words_in_held_out_texts_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (corpus := tmp_path / "a.txt").write_text(
+        "".join(f"the name of it is x{number * 7919:08d}\n" for number in range(400))
+    )
+    for name, is_told in (("words", True), ("bpe", False)):
+        prepare(small_config(tmp_path / name, corpus, tokenizer=name, vocab_size=1000), progress=False)
+        assert ("spelled in bytes" in capsys.readouterr().err) is is_told
+
+
 def test_options_decide_on_the_encoder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     corpus, out = write_corpus(tmp_path / "corpus.txt", 200), tmp_path / "store"
     given = [str(corpus), "--out", str(out), "--vocab-size", "300", "--encoder", "learned"]
     small = ["--encoder-steps", "2", "--encoder-width", "64", "--latent-tokens", "2", "--channels", "5", "--seed", "7"]
     assert main([*given, *small]) == 0
-    assert "nats for a masked token" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "nats for a masked token" in told and "nats in " in told
     description = json.loads((out / "encoder/encoder.json").read_text())
     assert (description["steps"], description["seed"], description["sizes"]["width"]) == (2, 7, 64)
     assert Store.open(out).split("train").latents(0).shape == (2, 5)

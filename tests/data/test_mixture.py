@@ -207,7 +207,10 @@ def test_stores_with_equal_names_are_distinguished(three: list[Path], tmp_path: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tokenizer__sha256": "f" * 64}, "tokenizer is '[0-9a-f]+' and 'f+'"),
+        (
+            {"tokenizer__sha256": "f" * 64, "files__tokenizer/tokenizer.json__sha256": "f" * 64},
+            "tokenizer is '[0-9a-f]+' and 'f+'",
+        ),
         ({"mask_id": 5}, "mask_id is 27 and 5"),
         ({"vocab_size": 60}, "vocab_size is 29 and 60"),
         ({"encoder__revision": "x"}, "encoder revision is '[0-9a-f]+' and 'x'"),

@@ -15,7 +15,7 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
-from tests.helpers.sample_corpus import write_store
+from tests.helpers.sample_corpus import write_manifest, write_store
 
 pytestmark = pytest.mark.quick
 
@@ -111,6 +111,12 @@ def test_malformed_arrays_are_named(copy: Path) -> None:
         Store.open(copy).split("dev")
 
 
+def twice(manifest: dict) -> None:
+    """List the training shard twice."""
+    train = manifest["splits"]["train"]
+    train.update(samples=2 * train["samples"], tokens=2 * train["tokens"], shards=train["shards"] * 2)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -118,12 +124,29 @@ def test_malformed_arrays_are_named(copy: Path) -> None:
         (lambda result: result.update(extra=1), "unexpected .*'extra'; expected a complete manifest"),
         (lambda result: result.update(format=99), "format is 99, expected 1"),
         (lambda result: result.update(latent_dtype="float32"), "float16 .*, expected float32"),
+        (lambda result: result.update(mask_id=result["pad_id"]), "mask_id is "),
+        (lambda result: result.update(vocab_size=True), "vocab_size is True"),
+        (lambda result: result.update(max_length="32"), "max_length is '32'"),
+        (lambda result: result.update(token_dtype="int8"), "token_dtype is 'int8'"),
+        (lambda result: result["latent"].update(rms=-1.0), "latent is "),
+        (lambda result: result["latent"].update(mean=["a"] * 8), "expected a complete manifest"),
+        (lambda result: result["latent"].update(channels=9), "latent is "),
+        (lambda result: result["splits"]["train"].update(samples=7), "splits is "),
+        (lambda result: result["splits"].pop("test"), "splits is "),
+        (lambda result: result["files"].update({"../x": {"bytes": 1, "sha256": ""}}), "files is "),
+        (lambda result: result["tokenizer"].update(sha256="0" * 64), "tokenizer is "),
+        (twice, "files is "),
+        (lambda result: result.update(encoder={}), "expected a complete manifest"),
+        (lambda result: result.update(sources=["a"], options=[]), "options is "),
     ],
 )
 def test_inconsistent_manifest_is_refused(copy: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
     result = json.loads((copy / MANIFEST_NAME).read_text())
     change(result)
     (copy / MANIFEST_NAME).write_text(json.dumps(result))
+    with pytest.raises(DataError, match=r"manifest.json: damaged, or its manifest.sha256"):
+        Store.open(copy)
+    write_manifest(copy, result)
     with pytest.raises(DataError, match=message):
         Store.open(copy)
 
@@ -133,7 +156,7 @@ def test_folder_without_a_store_is_refused(copy: Path, tmp_path: Path) -> None:
         Store.open(tmp_path / "nowhere")
     manifest = copy / MANIFEST_NAME
     manifest.write_text(manifest.read_text()[:200])
-    with pytest.raises(DataError, match="not valid JSON"):
+    with pytest.raises(DataError, match="damaged"):
         Store.open(copy)
     manifest.unlink()
     with pytest.raises(DataError, match=r"it has no manifest.json"):
@@ -141,10 +164,10 @@ def test_folder_without_a_store_is_refused(copy: Path, tmp_path: Path) -> None:
 
 
 def test_unreadable_manifest_is_named(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, **_: object) -> str:
+    def refuse(path: Path, **_: object) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_text", refuse)
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(DataError, match=r"manifest.json: cannot be read: Permission denied"):
         Store.open(store_path)
 

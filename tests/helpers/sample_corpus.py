@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.manifest import MANIFEST_NAME
-from mmldlm.data.prepare.documents import SUFFIXES, Document, Format, Problem
+from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, checksum_line
+from mmldlm.data.prepare.documents import SUFFIXES, Columns, Document, Format, Problem
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.tokenizer import Tokenizer
@@ -49,7 +51,7 @@ def read_file(
     """Yield the documents and problems of one text file, by default in the format of its suffix."""
     format = format or SUFFIXES[path.suffix]
     for part in text_parts(str(path), path.stat().st_size, format):
-        yield from read_text(part, field, format, key_field)
+        yield from read_text(part, field, format, Columns(key=key_field))
 
 
 def write_store(path: Path, latent_dtype: str = "float32", tokens: int = 4) -> dict[str, list]:
@@ -81,7 +83,14 @@ def overwrite_value(store: Path, name: str, place: object, value: float) -> None
     shards = manifest["splits"][shard_name.rpartition("-")[0]]["shards"]
     (shard,) = (shard for shard in shards if shard["name"] == shard_name)
     shard["files"][f"{kind}.npy"] = vars(file_info(path))
-    (store / MANIFEST_NAME).write_text(json.dumps(manifest))
+    write_manifest(store, manifest)
+
+
+def write_manifest(store: Path, content: dict[str, Any]) -> None:
+    """Write an edited manifest with its checksum, as whoever made the store could have."""
+    text = json.dumps(content)
+    (store / MANIFEST_NAME).write_text(text)
+    (store / CHECKSUM_NAME).write_text(checksum_line(hashlib.sha256(text.encode()).hexdigest()))
 
 
 def flip_bit(path: Path, at: int = -1) -> None:

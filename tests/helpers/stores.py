@@ -13,8 +13,9 @@ import numpy as np
 
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import LsaEncoder
-from mmldlm.data.manifest import MANIFEST_NAME, Manifest, ShardInfo
+from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, Manifest, ShardInfo
 from mmldlm.data.tokenizer import Tokenizer
+from tests.helpers.sample_corpus import write_manifest
 
 
 def encoder() -> LsaEncoder:
@@ -45,7 +46,7 @@ def change_manifest(store: Path, **values: Any) -> None:
         for group in groups:
             place = place[group]
         place[leaf] = value
-    (store / MANIFEST_NAME).write_text(json.dumps(result))
+    write_manifest(store, result)
 
 
 def many_shards_store(path: Path, shards: int, samples: int) -> Path:
@@ -68,5 +69,6 @@ def linked_shards_store(one: Path, path: Path, shards: int) -> Path:
     totals = {name: shards * getattr(train, name) for name in ("samples", "tokens", "characters")}
     many = replace(manifest, splits={**manifest.splits, "train": replace(train, **totals, shards=tuple(infos))})
     (path / MANIFEST_NAME).unlink()
-    (path / MANIFEST_NAME).write_text(many.to_json())
+    (path / CHECKSUM_NAME).unlink()
+    many.write(path)
     return path

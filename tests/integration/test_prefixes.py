@@ -27,7 +27,8 @@ from tests.helpers.user_errors import assert_user_error
 # What the answer is follows from the question alone.
 ANSWERS = {"rose": "red", "sea": "blue", "leaf": "green", "coal": "black", "snow": "white", "sun": "yellow"}
 TAILS = ("", " indeed", " indeed today")
-OPTIONS = ["--prefix-field=prefix", "--tokenizer=words", "--vocab-size=400", "--channels=8", "--test-fraction=0.1"]
+OPTIONS = ["--prefix-field=prefix", "--group-field=prefix", "--tokenizer=words", "--vocab-size=400", "--channels=8"]
+OPTIONS += ["--test-fraction=0.1"]
 
 
 def question(thing: str, number: int = 1) -> str:
@@ -188,7 +189,7 @@ def test_refusals(run_dir: Path, short_run_dir: Path, tmp_path: Path, capsys: py
         (2, ["sample", short_run_dir, "--mode", "joint", "--prefix", "why?"], "expected a run on data with prefixes"),
         (2, ["sample", run_dir, *texts], "one for each of 2 conditions, found 3"),
         (65, [*prepare, "prefix"], "no field 'prefix', found 'asked', 'text'"),
-        (65, [*prepare, "asked", "--max-length", "6"], "leaves no room for a text"),
+        (65, [*prepare, "asked", "--group-field", "asked", "--max-length", "6"], "leaves no room for a text"),
         (2, [*prepare, "asked", "--format", "lines"], "--prefix-field asked: lines has no"),
     ):
         capsys.readouterr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import shutil
 import subprocess
 from pathlib import Path
@@ -15,6 +16,7 @@ from mmldlm.config import RunConfig, load_config
 from mmldlm.data.store import Store
 from mmldlm.settings.declaration import leaves
 from mmldlm.trainer.consistency import disagreements, fingerprint, revision
+from tests.helpers.sample_corpus import write_manifest
 
 pytestmark = pytest.mark.quick
 
@@ -51,8 +53,7 @@ def test_only_a_changed_copy_of_the_store_is_refused(tiny_config: Path, tiny_sto
     shutil.copytree(tiny_store, copy)
     prints = [fingerprint(load_config(tiny_config, [f"data.path={p}"]), Store.open(p)) for p in (tiny_store, copy)]
     assert disagreements(prints) == []
-    manifest = copy / "manifest.json"
-    manifest.write_text(manifest.read_text() + "\n")
+    write_manifest(copy, json.loads((copy / "manifest.json").read_text()))
     prints[1] = fingerprint(load_config(tiny_config, [f"data.path={copy}"]), Store.open(copy))
     (line,) = disagreements(prints)
     first, second = (result["data.manifest"][:12] for result in prints)

@@ -29,11 +29,15 @@ class LatentEncoder(Protocol):
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return latents float32 [n, M, C]; the latents of a text do not depend on other texts."""
 
+    def count_cut(self, texts: Sequence[str]) -> int:
+        """Return how many texts are so long that the encoder reads their beginning only."""
+        return 0
+
     def save(self, folder: Path) -> None:
         """Write the files that `load_encoder` reads."""
 
 
-class ImportedLatents:
+class ImportedLatents(LatentEncoder):
     """Encoder of a store whose latents were computed elsewhere; it cannot encode new text.
 
     Latents are not changed unless `channels` truncates them; each vector is then normalized again if `normalize`.
@@ -85,7 +89,7 @@ class ImportedLatents:
         return cls(description["name"], description["revision"], shape, description["dim"], description["normalise"])
 
 
-class ChunkedEncoder:
+class ChunkedEncoder(LatentEncoder):
     """Encodes a text into M latents by another encoder, one for each of M segments of equally many words, in order.
 
     Words are separated by white space. If a text has fewer than M words, some are part of several segments.
@@ -106,6 +110,10 @@ class ChunkedEncoder:
         """Return latents float32 [n, M, C]; NaN for segments that the inner encoder cannot encode."""
         segments = [segment for text in texts for segment in self.segments(text)]
         return self.inner.encode(segments).reshape(len(texts), self.latent_tokens, self.channels)
+
+    def count_cut(self, texts: Sequence[str]) -> int:
+        """See `LatentEncoder.count_cut`."""
+        return sum(self.inner.count_cut(self.segments(text)) > 0 for text in texts)
 
     def segments(self, text: str) -> list[str]:
         """Split a text into M segments."""

@@ -16,6 +16,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mmldlm.checkpoint.tensors import write_tensors
-from mmldlm.data.encoders.base import make_identity, write_description
+from mmldlm.data.encoders.base import LatentEncoder, make_identity, write_description
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 
@@ -39,6 +40,7 @@ _WEIGHTS, _TOKENIZER = "learned.safetensors", "tokenizer"
 _BATCH_TOKENS = 768  # of a step, with padding: its time does not depend on the lengths of the texts
 _WINDOW = 4096  # texts that are sorted by length and divided into batches
 _NOISE = 0.5  # standard deviation on the decoder's input, in units of the latents' root mean square
+_HELD_OUT = 1000  # texts whose loss is reported, at most
 _LEARNING_RATE, _WARMUP, _CLIP_NORM = 3e-3, 0.1, 1.0
 
 
@@ -195,7 +197,7 @@ def _training_batches(lengths: np.ndarray, draw: np.random.Generator) -> Iterato
                 yield window[batches[index]]
 
 
-class LearnedEncoder:
+class LearnedEncoder(LatentEncoder):
     """Encoder of an autoencoder that was trained on the corpus, with its tokenizer; latents have unit norm.
 
     It reads a text of any length as a whole. A text without tokens, or that the tokenizer cannot encode, yields NaN.
@@ -219,16 +221,27 @@ class LearnedEncoder:
         steps: int,
         seed: int,
         progress: Progress,
+        held_out: Iterable[str] = (),
     ) -> LearnedEncoder:
         """Train an encoder of latents of `shape` [M, C] on `texts`; deterministic for equal arguments on one thread.
 
-        `width` is a multiple of `HEAD_WIDTH`. If no text has a token, that is a `DataError`.
+        `width` is a multiple of `HEAD_WIDTH`. If no text has a token, that is a `DataError`. The loss of the texts
+        `held_out`, cut to the longest of the others, is reported.
         """
         tokens = [np.array(ids, np.int64) for ids in tokenizer.encode_batch(list(texts)) if ids]
         if not tokens:
             raise DataError("--encoder learned: the training split has no tokens, expected texts")
         sizes = AutoencoderSizes(tokenizer.vocab_size, *shape, width)
         model = train_autoencoder(tokens, tokenizer.mask_id, sizes, steps, seed, progress)
+        longest, encoded = max(map(len, tokens)), tokenizer.encode_each([*islice(held_out, _HELD_OUT)])
+        others = [np.array(ids[:longest]) for ids in encoded if ids and not isinstance(ids, DataError)]
+        losses, generator = [], torch.Generator().manual_seed(seed)
+        with torch.inference_mode():
+            for batch in length_batches(np.array([len(text) for text in others])):
+                padded = pad_tokens([others[index] for index in batch])
+                losses.append(float(_denoising_loss(model, *padded, tokenizer.mask_id, generator)))
+        if losses:
+            progress.line(f"learned encoder: {np.mean(losses):.2f} nats in {len(others)} held-out texts")
         return cls(model.encoder, tokenizer, sizes, steps, seed)
 
     @property

@@ -17,17 +17,19 @@ import torch
 from safetensors.numpy import load_file
 
 from mmldlm.checkpoint.tensors import write_tensors
-from mmldlm.data.encoders.base import make_identity, normalize_rows, write_description
+from mmldlm.data.encoders.base import LatentEncoder, make_identity, normalize_rows, write_description
 from mmldlm.errors import DataError
 from mmldlm.utils.progress import print_status
 
 _WORD = re.compile(r"\w+")
+# Five letters in a row of scripts without spaces: Thai, Lao, Burmese, Khmer, Japanese, Chinese.
+_UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u9fff]{5}")
 _BLOCK_TEXTS = 4096
 _MAX_TERMS = 20_000
 _CHANNELS = 64
 
 
-class LsaEncoder:
+class LsaEncoder(LatentEncoder):
     """Latent semantic analysis: sublinear TF-IDF of lower-cased words, projected by a truncated SVD.
 
     A latent is a topic vector of unit norm, relative to the corpus on which the encoder was fitted. A text without any
@@ -53,6 +55,11 @@ class LsaEncoder:
         """
         texts = list(texts)
         frequency = Counter(word for text in texts for word in _words(text))
+        if len(unspaced := [word for word in frequency if _UNSPACED.search(word)]) > len(frequency) / 5:
+            raise DataError(
+                f"--encoder lsa: reads words between spaces, found {min(unspaced)[:20]!r}; expected such words, or "
+                "--encoder learned or sentence-transformers:NAME"
+            )
         # Words that occur in most texts; ties in alphabetical order, so that the order of the texts does not matter.
         terms = sorted(sorted(frequency), key=lambda term: -frequency[term])[:_MAX_TERMS]
         max_channels = min(len(terms), len(texts))

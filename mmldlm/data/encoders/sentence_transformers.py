@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,7 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from mmldlm.data.encoders.base import make_identity, normalize_rows, write_description
+from mmldlm.data.encoders.base import LatentEncoder, make_identity, normalize_rows, write_description
+from mmldlm.data.tokenizer import make_deterministic
 from mmldlm.errors import DataError, UsageError
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.versions import install_command
@@ -28,7 +30,7 @@ ENCODER_VARIABLE = "MMLDLM_ENCODER"  # name or folder of the model that the user
 _MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
 
 
-class SentenceTransformerEncoder:
+class SentenceTransformerEncoder(LatentEncoder):
     """A model of the sentence-transformers library, given by folder or name; M = 1.
 
     Vectors may be truncated to the first `channels` (Matryoshka models, arXiv 2205.13147, are trained for that) and are
@@ -82,6 +84,8 @@ class SentenceTransformerEncoder:
             reason = " ".join(str(error).split())[:300]
             raise DataError(f"--encoder {self.kind}:{name_or_folder}: cannot load the model ({reason})") from None
         self._model.eval()
+        if backend := getattr(self._model.tokenizer, "backend_tokenizer", None):
+            make_deterministic(backend)
         self.location, self.normalize, self.batch_size = name_or_folder, normalize, batch_size
         # Where a folder is says nothing about the model, and is nobody else's business.
         self.name = Path(name_or_folder).resolve().name if is_folder else name_or_folder
@@ -125,6 +129,13 @@ class SentenceTransformerEncoder:
         unit = normalize_rows(vectors)
         # Without normalization too, rows of zeros or non-finite values count as not encoded.
         return (unit if self.normalize else np.where(np.isnan(unit), np.nan, vectors))[:, None, :]
+
+    def count_cut(self, texts: Sequence[str]) -> int:
+        """See `LatentEncoder.count_cut`."""
+        limit = self._model.max_seq_length or sys.maxsize
+        # A token has at least a byte, and the model's own tokens at both ends are few.
+        long = [text for text in ((self.prompt or "") + text for text in texts) if len(text.encode()) + 8 > limit]
+        return sum(len(ids) > limit for ids in self._model.tokenizer(long, verbose=False)["input_ids"]) if long else 0
 
     def save(self, folder: Path) -> None:
         """Write the name and revision of the model, whose files are not copied, and note that its user named it."""

@@ -1,6 +1,7 @@
 """Documents on disk between the stages of a preparation: cached by chunk, each with its split and its group.
 
-A group has documents that must be in the same split: equal texts, or texts that differ in a word or its place.
+A group has documents that must be in the same split: equal texts, texts that differ in a word or its place, or
+documents with one value of `--group-field`.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -28,12 +30,13 @@ SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alon
 _DOCUMENTS, _OFFSETS = "documents", "offsets.npy"
 # Of each document of a chunk: uint8 [n], index of its split; uint64 [n], hash of its group
 _SPLITS, _GROUPS = "splits.npy", "groups.npy"
-_MAX_GROUPS_IN_MEMORY = 1 << 22
-_SAMPLE_BITS = 20
+_MAX_SHOWN = 60  # characters of a text
 _MIN_WORDS = 4  # of a near-duplicate
 # Identifiers and numbers: words with a digit or underscore, dotted names, camel case, and calls.
 _NAME = re.compile(r"\S*(?:[0-9_]|\w\.\w|[a-z][A-Z]|\(\))\S*")
 _WORD = re.compile(r"#|\w+")
+# Punctuation, symbols and separators.
+_SIGNS = "".join(sign for sign in map(chr, range(0x10000)) if unicodedata.category(sign)[0] in "PSZ")
 
 
 class DocumentCacheWriter:
@@ -61,7 +64,8 @@ class DocumentCacheWriter:
 
     def add(self, document: Document) -> None:
         """Append a document."""
-        group = exact_group(document.whole)
+        # Of the text without its prefix: documents with the same text have the same latent.
+        group = exact_group(document.group or document.text)
         self._splits.append(assign_split(group, self._config))
         self._groups.append(hash64(group))
         arrays = (document.tokens, document.latents)
@@ -87,9 +91,14 @@ def cached_documents(folder: Path, indices: Iterable[int] | None = None) -> Iter
             yield Document(text, source, line, tokens, latents, key, prefix)
 
 
-def exact_group(text: str) -> str:
-    """Return the key of a text's group: the same for texts that differ only in case and white space."""
-    normal = " ".join(text.casefold().split())
+def exact_group(text: str, punctuation: bool = False) -> str:
+    """Return the key of a text's group: the same for any case, white space and composition of accents (NFC or NFD).
+
+    Signs at the start and end make no difference either, unless `punctuation` counts: as in "(Yes.)" and "yes".
+    """
+    normal = " ".join(unicodedata.normalize("NFC", text.casefold()).split())
+    if not punctuation and (words := normal.strip(_SIGNS)):  # else a text of signs alone, which is its own key
+        normal = f"{words}."  # a period, as most sentences have, which so keep the splits that version 0.1.0 gave them
     return hashlib.blake2b(normal.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
@@ -101,8 +110,8 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
     identifiers count as the same word. Groups are the transitive closure. A key is a function of the texts of its
     group, so it depends neither on the order of the texts nor on the other groups.
     """
-    words = [_WORD.findall(_NAME.sub("#", text).casefold()) for text in texts]
-    signatures, owners = _signatures(words)
+    composed = (unicodedata.normalize("NFC", text) for text in texts)
+    signatures, owners = _signatures([_WORD.findall(_NAME.sub("#", text).casefold()) for text in composed])
     parents = np.arange(len(texts))
 
     def root(index: int) -> int:  # union-find with path halving
@@ -119,7 +128,7 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
         parents[max(root_1, root_2)] = min(root_1, root_2)
     roots = [root(index) for index in range(len(texts))]
     keys: dict[int, str] = {}
-    for index, key in zip(roots, map(exact_group, texts), strict=True):
+    for index, key in zip(roots, (exact_group(text, punctuation=True) for text in texts), strict=True):
         # The smallest exact key names the group, which makes it independent of the order of the texts.
         keys[index] = min(keys.get(index, key), key)
     sizes = np.bincount(np.array(roots, np.int64), minlength=1)
@@ -179,14 +188,14 @@ def assign_split(group: str, config: PrepareConfig) -> int:
 
 def hash64(text: str) -> int:
     """Return the hash of a text as an integer below 2^64."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 class Corpus:
     """The cached chunks of a preparation; holds the splits and groups of one at a time, unless a method says otherwise.
 
-    Splits that differ from those in `folders` are in `splits_folder`: of near-duplicates, which depend on other chunks,
-    and of documents that are excluded later.
+    Splits that differ from those in `folders` are in `splits_folder`: of groups that depend on other chunks, and of
+    documents that are excluded later.
     """
 
     def __init__(self, folders: Sequence[Path], splits_folder: Path):
@@ -228,27 +237,22 @@ class Corpus:
             sizes += np.bincount(self.splits(chunk), minlength=len(sizes))
         return dict(zip(SPLITS, sizes[: len(SPLITS)].tolist(), strict=True))
 
-    def exact_group_statistics(self) -> dict[str, int | str]:
-        """Return statistics of the groups of equal texts, counted by ranges of their hashes, to bound memory."""
-        num_documents = sum(self.split_sizes().values())
-        num_ranges = -(-num_documents // _MAX_GROUPS_IN_MEMORY) or 1
-        num_groups = largest = 0
-        for index in range(num_ranges):
-            # Both inclusive, as 2^64 itself is no uint64.
-            low, high = index * 2**64 // num_ranges, (index + 1) * 2**64 // num_ranges - 1
-            parts = []
-            for chunk in self._chunks:
-                groups = self._groups(chunk)[self.splits(chunk) != EXCLUDED]
-                parts.append(groups[(groups >= np.uint64(low)) & (groups <= np.uint64(high))])
-            sizes = np.unique(np.concatenate(parts), return_counts=True)[1]
-            num_groups += len(sizes)
-            largest = max(largest, int(sizes.max(initial=0)))
-        return {"method": "exact", "documents": num_documents, "groups": num_groups, "largest_group": largest}
+    def group_statistics(self) -> dict[str, Any]:
+        """Return statistics of the groups of equal texts or group fields, of which only the hashes are in memory."""
+        used = [np.where(self.splits(chunk) == EXCLUDED, 0, self._groups(chunk)) for chunk in self._chunks]
+        hashes, sizes = np.unique(np.concatenate([groups[groups != 0] for groups in used]), return_counts=True)
+        largest = int(sizes.argmax())
+        chunk = next(chunk for chunk in self._chunks if hashes[largest] in used[chunk])
+        (document,) = cached_documents(self._folders[chunk], [int((used[chunk] == hashes[largest]).argmax())])
+        size, total = int(sizes[largest]), int(sizes.sum())
+        frequent = {"text": document.text[:_MAX_SHOWN], "share": size / total}
+        statistics = {"method": "exact", "documents": total, "groups": len(sizes), "largest_group": size}
+        return statistics | {"most_frequent": frequent}
 
     def split_near_duplicates(self, config: PrepareConfig) -> dict[str, Any]:
         """Assign all documents, in memory, to splits again, near-duplicates to the same; return statistics."""
         keys, statistics = near_duplicate_groups(
-            [document.whole for chunk in self._chunks for _, document in self.documents(chunk)]
+            [document.text for chunk in self._chunks for _, document in self.documents(chunk)]
         )
         new_splits = iter([assign_split(key, config) for key in keys])
         for chunk in self._chunks:
@@ -265,14 +269,9 @@ class Corpus:
         The sample consists of the groups with the lowest hashes. It is thus independent of how the input is cut into
         chunks, and contains all copies of a text or none.
         """
-        # Hashes are compared by their leading bits, whose histogram gives the threshold without sorting all hashes.
-        histogram = np.zeros(1 << _SAMPLE_BITS, np.int64)
-        for chunk in self._chunks:
-            prefixes = self._groups(chunk)[self.splits(chunk) == TRAIN] >> np.uint64(64 - _SAMPLE_BITS)
-            histogram += np.bincount(prefixes.astype(np.int64), minlength=len(histogram))
-        # The largest prefix range whose documents do not exceed the limit.
-        threshold = int(np.searchsorted(np.cumsum(histogram), max_documents, side="right"))
-        for chunk in self._chunks:
-            is_sampled = (self._groups(chunk) >> np.uint64(64 - _SAMPLE_BITS)).astype(np.int64) < threshold
-            indices = np.flatnonzero(is_sampled & (self.splits(chunk) == TRAIN))
-            yield from cached_documents(self._folders[chunk], indices.tolist())
+        is_train = [self.splits(chunk) == TRAIN for chunk in self._chunks]
+        hashes = np.concatenate([self._groups(chunk)[used] for chunk, used in zip(self._chunks, is_train, strict=True)])
+        limit = np.partition(hashes, max_documents)[max_documents] if len(hashes) > max_documents else None
+        for chunk, used in zip(self._chunks, is_train, strict=True):
+            is_sampled = used if limit is None else used & (self._groups(chunk) < limit)
+            yield from cached_documents(self._folders[chunk], np.flatnonzero(is_sampled).tolist())

@@ -44,12 +44,23 @@ class Part:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """Names of columns, or fields, other than the text; None if the input has no such column."""
+
+    tokens: str | None = None
+    latents: str | None = None
+    key: str | None = None
+    prefix: str | None = None
+    group: str | None = None
+
+
+@dataclass(frozen=True)
 class Document:
     """An input text with its location: `line` (or row) of the file `source`, counted from 1.
 
     Optional contents of the input are `tokens` [L], ids of a text that is tokenized already (`text` may then be empty),
-    `latents` float [M, C] of a text that is encoded already, `key`, the id of the document, and `prefix`, what the text
-    is an answer to or a translation of, say: a condition that is never masked.
+    `latents` float [M, C] of a text that is encoded already, `key`, the id of the document, `prefix`, what the text is
+    an answer to or a translation of, say: a condition that is never masked, and `group`, whose documents share a split.
     """
 
     text: str
@@ -59,11 +70,7 @@ class Document:
     latents: np.ndarray | None = None
     key: str = ""
     prefix: str = ""
-
-    @property
-    def whole(self) -> str:
-        """Prefix and text."""
-        return f"{self.prefix}\n{self.text}" if self.prefix else self.text
+    group: str = ""
 
     def problem(self, kind: ProblemKind, reason: str) -> Problem:
         """Return the reason why this document is not in the store."""

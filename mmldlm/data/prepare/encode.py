@@ -54,6 +54,7 @@ def encode_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) ->
             samples, batch_counts = make_samples(batch, tokenizer, config, problems.add)
             counts.update(batch_counts)
             for sample_batch in batches(samples):  # a batch of long documents has many samples
+                counts["cut"] += encoder.count_cut([sample.text for sample in sample_batch])
                 _write_samples(shards, sample_batch, encoder, problems.add)
         return {"counts": counts, "contents": shards.finish().save(folder), **problems.result()}
 

@@ -24,6 +24,7 @@ from mmldlm.data.encoders import (
     SentenceTransformerEncoder,
     load_encoder,
 )
+from mmldlm.data.manifest import SPLITS
 from mmldlm.data.prepare.corpus import SPLITS_FOLDER, TRAIN, USES_FILE, Corpus, cached_documents
 from mmldlm.data.prepare.documents import Problem, batches
 from mmldlm.data.prepare.encode import make_samples
@@ -62,8 +63,9 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     if not num_documents:
         raise DataError(f"{config.corpus or ', '.join(config.inputs)}: no documents; expected text")
     progress.phase("grouping duplicates")
-    near = config.near_duplicates or config.corpus is not None
-    grouping = corpus.split_near_duplicates(config) if near else corpus.exact_group_statistics()
+    grouping = corpus.group_statistics()
+    if config.near_duplicates or config.corpus is not None:
+        grouping |= corpus.split_near_duplicates(config)
     for split, size in corpus.split_sizes().items():
         if not size:
             raise DataError(
@@ -76,12 +78,16 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     progress.phase("fitting the encoder")
     # A long document has several samples, so the limit on documents is applied to samples again.
     texts = islice(_training_texts(corpus, tokenizer, config), config.fit_documents)
-    encoder = _fit_encoder(job, texts, tokenizer, progress)
+    documents = (item for number in job.chunks for item in corpus.documents(number))
+    validation = (document.text for split, document in documents if SPLITS[split] == "validation")
+    encoder = _fit_encoder(job, texts, validation, tokenizer, progress)
     encoder.save(folder / "encoder")
     return {"grouping": grouping, **problems.result()}
 
 
-def _fit_encoder(job: Job, texts: Iterable[str], tokenizer: Tokenizer, progress: StageProgress) -> LatentEncoder:
+def _fit_encoder(
+    job: Job, texts: Iterable[str], held_out: Iterable[str], tokenizer: Tokenizer, progress: StageProgress
+) -> LatentEncoder:
     """Return the encoder of the options: fitted, pretrained, or a placeholder for imported latents."""
     config, latents = job.config, job.latents
     kind, _, name = config.encoder.partition(":")
@@ -97,21 +103,14 @@ def _fit_encoder(job: Job, texts: Iterable[str], tokenizer: Tokenizer, progress:
     if kind == "learned":
         shape = config.latent_tokens or 4, config.channels or 64
         width, steps = config.encoder_width or 128, config.encoder_steps or 1000
-        return LearnedEncoder.fit(texts, tokenizer, shape, width, steps, config.seed, progress)
+        return LearnedEncoder.fit(texts, tokenizer, shape, width, steps, config.seed, progress, held_out)
     encoder: LatentEncoder
     if kind == "lsa":
         encoder = LsaEncoder.fit(texts, config.channels, config.seed)
     else:
-        encoder = SentenceTransformerEncoder(
-            name,
-            config.channels,
-            config.prompt,
-            config.normalise,
-            config.prompt_name,
-            config.encoder_revision,
-            config.encoder_batch_size,
-            config.encoder_device,
-        )
+        options = config.prompt, config.normalise, config.prompt_name, config.encoder_revision
+        use = config.encoder_batch_size, config.encoder_device
+        encoder = SentenceTransformerEncoder(name, config.channels, *options, *use)
     return ChunkedEncoder(encoder, config.latent_tokens) if config.latent_tokens else encoder
 
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.prepare.documents import SUFFIXES, TEXT_FORMATS, Chunk, DocumentStream, Format, Part
+from mmldlm.data.prepare.documents import SUFFIXES, TEXT_FORMATS, Chunk, Columns, DocumentStream, Format, Part
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.readers import tables
 from mmldlm.data.prepare.readers.files import find_files, input_info, is_url, suffix_format
@@ -29,9 +29,10 @@ _TABLE_PARTS = {"parquet": tables.parquet_parts, "arrow": tables.arrow_parts, "d
 
 def read_part(format: Format, part: Part, config: PrepareConfig) -> DocumentStream:
     """Yield the documents and problems of a part in their order, with the fields and columns that `config` names."""
+    names = config.tokens_field, config.latents_field, config.key_field, config.prefix_field, config.group_field
+    columns = Columns(*names)
     if format in TEXT_FORMATS:
-        return read_text(part, config.field, format, config.key_field, prefix_field=config.prefix_field)
-    columns = tables.Columns(config.tokens_field, config.latents_field, config.key_field, config.prefix_field)
+        return read_text(part, config.field, format, columns, separator=config.separator)
     return (tables.read_parquet if format == "parquet" else tables.read_arrow)(part, config.field, columns)
 
 
@@ -103,7 +104,7 @@ def make_chunks(
     chunk_bytes = 0.0
     for (path, format), source in zip(inputs, sources, strict=False):
         if format in TEXT_FORMATS:
-            parts = text_parts(path, config.part_bytes, format)
+            parts = text_parts(path, config.part_bytes, format, config.separator)
         else:
             parts = _TABLE_PARTS[format](path, config.part_bytes)
         for part in parts:

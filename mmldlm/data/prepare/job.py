@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from mmldlm import __version__
 from mmldlm.data.encoders import LatentEncoder, SentenceTransformerEncoder, load_encoder
-from mmldlm.data.manifest import MANIFEST_NAME, Manifest
+from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, Manifest
 from mmldlm.data.prepare.documents import Chunk, Part
 from mmldlm.data.prepare.inputs import describe_sources, find_inputs, make_chunks
 from mmldlm.data.prepare.options import PrepareConfig
@@ -28,7 +28,7 @@ from mmldlm.data.prepare.readers.latents import LatentFile
 from mmldlm.data.prepare.report import StageProgress, summary
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
-from mmldlm.utils.files import fsync, naming, write_atomically
+from mmldlm.utils.files import folder_around, fsync, naming, write_atomically
 from mmldlm.utils.progress import print_status
 
 _PLAN, _RESULT = "plan.json", "result.json"
@@ -173,11 +173,18 @@ class Job:
         Something else there, or other data without `--overwrite`, is a `DataError`.
         """
         config, out = self.config, self.out
-        if not out.exists() or (config.overwrite and (out / MANIFEST_NAME).is_file()):
+        if around := folder_around(out, "startup.json", CHECKSUM_NAME):
+            raise DataError(f"{out}: is in the run or data store {around}; expected a folder outside")
+        if not out.exists():
             return None
-        if not (out / MANIFEST_NAME).is_file():
+        if not (out / MANIFEST_NAME).is_file() or not (manifest := Manifest.read(out)).splits:
             raise DataError(f"{out}: exists and is no data store; --overwrite replaces stores only")
-        manifest = Manifest.read(out)
+        if config.overwrite:
+            expected = {MANIFEST_NAME, CHECKSUM_NAME, *(name for name, _ in manifest.all_files())}
+            present = {path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir()}
+            if foreign := sorted(present - expected):
+                raise DataError(f"{out}: {foreign[0]} is no part of the store, but --overwrite would delete it")
+            return None
         # `merge` adds the number of documents to the sources of an embedded corpus.
         known = [{key: value for key, value in source.items() if key != "documents"} for source in manifest.sources]
         differing = config.differing(manifest.options) + (["sources"] if known != self.plan.sources else [])

@@ -71,7 +71,8 @@ def merge(job: Job) -> None:
 def _provenance(job: Job) -> dict[str, Any]:
     """Return the manifest's fields sources, options, problems and grouping."""
     read, fit, encode = job.results("read"), job.result("fit"), job.results("encode")
-    problems = sum_counts([*read, fit, *encode], "problems")
+    problems, counts = sum_counts([*read, fit, *encode], "problems"), sum_counts(encode, "counts")
+    problems.update({"cut_by_encoder": counts["cut"]} if counts["cut"] else {})
     origins = sum_counts(read, "origins")  # documents from each package of an embedded corpus
     return {
         "sources": [
@@ -79,7 +80,7 @@ def _provenance(job: Job) -> dict[str, Any]:
             for source in job.plan.sources
         ],
         "options": job.plan.options,
-        "problems": {**dict(sorted(problems.items())), "over_length": sum_counts(encode, "counts")["over_length"]},
+        "problems": {**dict(sorted(problems.items())), "over_length": counts["over_length"]},
         "grouping": fit["grouping"],
     }
 

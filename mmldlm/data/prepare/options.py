@@ -54,6 +54,8 @@ class PrepareConfig:
     prefix_field: str | None = option(
         None, "field or column with the condition of the text, such as a question; it is never masked", metavar="FIELD"
     )
+    group_field: str | None = option(None, "field or column: documents of one value share a split", metavar="FIELD")
+    separator: str | None = option(None, "line between documents, instead of blank ones (blocks)", metavar="LINE")
     tokenizer: str = option("bpe", "bpe, words (trained here), characters (a-z and space), or a PATH")
     vocab_size: int = option(None, "of the trained tokenizer (bpe: 4096, words: 16384)", at_least=1, type=int)
     encoder: str = option(
@@ -106,6 +108,8 @@ class PrepareConfig:
         if self.vocab_size is None:
             # Words beyond it are spelled in bytes, of which a small network makes words that do not exist.
             object.__setattr__(self, "vocab_size", 16_384 if self.tokenizer == "words" else 4096)
+        if self.separator and not self.format:
+            object.__setattr__(self, "format", "blocks")
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that determine the contents of the store, without the inputs (recorded as its sources)."""
@@ -149,16 +153,21 @@ class PrepareConfig:
                 raise UsageError(f"{_flag(item.name)} {value}: expected one of {', '.join(choices)}")
         if self.encoder_width is not None and (self.encoder_width < 1 or self.encoder_width % HEAD_WIDTH):
             raise UsageError(f"--encoder-width {self.encoder_width}: expected a multiple of {HEAD_WIDTH}")
+        if self.separator and self.format != "blocks":
+            raise UsageError(f"--separator {self.separator}: --format is {self.format}, expected blocks")
+        if self.group_field and self.near_duplicates:
+            raise UsageError(f"--group-field {self.group_field}: expected this or --near-duplicates, not both")
         self._check_fields()
         self._check_encoder()
 
     def _check_fields(self) -> None:
-        is_text = self.format in TEXT_FORMATS
+        is_text, has_fields = self.format in TEXT_FORMATS, self.format not in ("lines", "blocks")
         for name, expected, is_invalid in (
             ("tokens_field", "Parquet or Arrow", is_text),
             ("latents_field", "Parquet or Arrow", is_text),
-            ("key_field", "a table or JSON", self.format in ("lines", "blocks")),
-            ("prefix_field", "a table or JSON", self.format in ("lines", "blocks")),
+            ("key_field", "a table or JSON", not has_fields),
+            ("prefix_field", "a table or JSON", not has_fields),
+            ("group_field", "a table or JSON", not has_fields),
         ):
             if (value := getattr(self, name)) and (is_invalid or self.corpus):
                 source = self.corpus or self.format

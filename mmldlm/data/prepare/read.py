@@ -22,6 +22,8 @@ from mmldlm.data.prepare.report import DOCUMENTS, ProblemLog, StageProgress
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 
+_MAX_WORD = 1_000_000  # characters: tokenizers take seconds for such a word, and far longer for a longer one
+
 
 def count_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
     """Count the documents and problems of a chunk."""
@@ -50,6 +52,8 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
         documents = chunk_documents(job.plan.chunks[chunk], config, progress.track)
         items = complete_documents(documents, config, latents, first_position)
         for item, row in progress.track(items, DOCUMENTS):
+            if isinstance(item, Document) and len(item.text) > _MAX_WORD < max(map(len, item.text.split())):
+                item = item.problem("invalid", f"a word of over {_MAX_WORD:,} characters, expected white space")
             # Problems that refer to a row are recorded too, or the row would count as unused.
             if row is not None:
                 uses.extend((row, -1 if isinstance(item, Problem) else len(cache)))

@@ -20,6 +20,8 @@ PROBLEMS_FILE = "problems.jsonl"
 DOCUMENTS = "documents"  # the unit of progress
 _MAX_SHOWN_PER_KIND = 10
 _WARNED_SHARE, _REFUSED_SHARE = 0.01, 0.5  # of unknown tokens, and of documents that their tokens do not give back
+_FREQUENT_SHARE = 0.1  # of documents with one text, and of tokens that are the one before again
+_HELD_OUT_RATIO = 0.85  # of the characters of a token, in held-out texts and in those for training
 
 
 class ProblemLog:
@@ -127,4 +129,20 @@ def summary(manifest: Manifest) -> str:
     losses = describe_losses(manifest.tokenizer)
     is_lossy = any(value >= _WARNED_SHARE for value in manifest.tokenizer.values() if isinstance(value, float))
     rows.append(f"warning: the tokenizer loses text: {losses}" if is_lossy else losses)
+    if cut := manifest.problems.get("cut_by_encoder"):
+        rows.append(f"warning: the encoder reads no more than the beginning of {cut:,} samples")
+    # Stores of version 0.1.0 lack both.
+    token, text = manifest.tokenizer.get("most_frequent"), manifest.grouping.get("most_frequent")
+    if token and text and not manifest.options.get("group_field"):
+        often = f"{token['text']!r}, {token['share']:.1%} of tokens; {text['text']!r}, {text['share']:.1%} of documents"
+        is_odd = max(token["repeated"], text["share"]) >= _FREQUENT_SHARE
+        advice = ": if that is padding or a separator, leave it out by an attention_mask or --separator" * is_odd
+        rows.append(f"{'warning: ' * is_odd}most frequent: {often}{advice}")
+    train, *others = manifest.splits.values()
+    held_out = sum(split.characters for split in others) / sum(split.tokens for split in others)
+    if manifest.options.get("tokenizer") == "words" and held_out < _HELD_OUT_RATIO * train.characters / train.tokens:
+        rows.append(
+            f"warning: {held_out:.2f} characters a token in held-out texts, whose words are spelled in bytes: try "
+            "--tokenizer bpe, and with learned latents fewer --latent-tokens"
+        )
     return "\n".join(map(printable, rows))

@@ -108,7 +108,7 @@ def test_a_compressed_file_gives_the_store_of_its_contents(suffix: str, tmp_path
         ("a.csv", "text,text\nfine,0\n", "a.csv:1: column 'text' is there 2 times"),
         ("a.csv", b"text,label\nfine,\xff\n\xff,0\n", "a.csv:3: field 'text' is not valid Unicode"),
         ("a.json", '[{"text": "fine"}, {"body": ""}]', "a.json:2: no field 'text', found 'body'"),
-        ("a.json", '{"text": "fine"}', "a.json:1: a JSON dict, expected an array"),
+        ("a.json", '{"text":\n"fine"}', "a.json:1: a JSON dict, expected an array"),
         ("a.json", "[" * 10**5, "a.json:1: not valid JSON"),
         ("a.jsonl", "[" * 10**5, "a.jsonl:1: not valid JSON"),
         ("a.md", "# Title", "a.md: its suffix names no format; expected .txt"),

@@ -97,6 +97,22 @@ def test_texts_get_the_latents_of_their_ids(
             prepare(config, progress=False)
 
 
+@pytest.mark.parametrize(("scale", "center"), [(0.01, 100.0), (1e-7, 0.0)])
+def test_latents_that_the_stored_type_would_move_are_refused(tmp_path: Path, scale: float, center: float) -> None:
+    corpus = write_corpus(tmp_path / "corpus.txt", 300)
+    latents = np.random.default_rng(0).normal(size=(300, 16)) * scale + center
+    np.save(tmp_path / "latents.npy", latents.astype(np.float32))
+    options = {"encoder": f"precomputed:{tmp_path / 'latents.npy'}", "latent_ids": "position", "channels": None}
+    config = small_config(tmp_path / "store", corpus, **options)
+    with pytest.raises(DataError, match=r"latents are rounded by \d+% of their spread.*--latent-dtype float32"):
+        prepare(config, progress=False)
+    prepare(replace(config, latent_dtype="float32"), progress=False)
+    store = Store.open(tmp_path / "store")
+    train = store.split("train")
+    standard = store.standardize(np.stack([train.latents(row) for row in range(len(train))]))
+    assert len(np.unique(standard, axis=0)) == len(train) and np.square(standard).mean() == pytest.approx(1, rel=1e-3)
+
+
 def test_ids_that_occur_twice_are_named(corpus: tuple[Path, dict[str, str], np.ndarray], tmp_path: Path) -> None:
     path, _, latents = corpus
     file, names = as_npy(tmp_path, latents, [f"doc-{max(row, 4)}" for row in range(COUNT)])

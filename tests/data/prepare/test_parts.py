@@ -128,7 +128,7 @@ def test_shards_are_what_numpy_saves(tmp_path: Path, shard_samples: int) -> None
 def test_statistics_do_not_cancel(tmp_path: Path) -> None:
     """Latents far from zero: a difference of squares would lose all digits."""
     draw = np.random.default_rng(0)
-    latents = (draw.normal(size=(300, 1, 4)) * 1e-3 + 4096).astype(np.float32)
+    latents = (draw.normal(size=(300, 1, 4)) * 0.1 + 4096).astype(np.float32)
     encoder = ImportedLatents("test", "1", (1, 4))
     with StoreWriter(tmp_path / "s", Tokenizer.characters(), encoder, "float32", 7) as writer:
         for split in ("train", "validation", "test"):

@@ -17,6 +17,7 @@ import pytest
 
 from mmldlm import cli
 from mmldlm.data.encoders import LsaEncoder, load_encoder
+from mmldlm.data.manifest import SPLITS
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.store import Store
@@ -82,6 +83,32 @@ def test_near_duplicates_and_copies_lie_on_one_side(tmp_path: Path) -> None:
 
 
 @quick
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_documents_that_share_a_text_or_a_group_lie_on_one_side(suffix: str, tmp_path: Path) -> None:
+    """The same text after three questions has one latent; stories of one book are alike in more than words."""
+    answers = write_corpus(tmp_path / "corpus.txt", 300).read_text().splitlines()
+    rows = [{"text": f"{answer} {number}", "question": question, "book": number // 3}
+            for number, answer in enumerate(answers) for question in ("What?", "Who?", "Why?")]  # fmt: skip
+    path = tmp_path / f"rows.{suffix}"
+    if suffix == "jsonl":
+        path.write_text("\n".join(map(json.dumps, rows)))
+    else:
+        parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").Table
+        parquet.write_table(table.from_pylist(rows), path)
+    for group_field in (None, "book"):
+        config = small_config(
+            tmp_path / "store", path, prefix_field="question", group_field=group_field, overwrite=True
+        )
+        manifest = prepare(config, progress=False)
+        splits = [{text.rsplit(" ", 1)[1] for text in texts_of(Store.open(tmp_path / "store"), s)} for s in SPLITS]
+        books = [{int(number) // 3 for number in numbers} for numbers in splits]
+        assert sum(map(len, splits)) == len(answers), "a text lies in two splits"
+        assert (sum(map(len, books)) == manifest.grouping["groups"] == 100) is (group_field is not None)
+    with pytest.raises(DataError, match="a store with other group_field"):
+        prepare(replace(config, group_field=None, overwrite=False), progress=False)
+
+
+@quick
 def test_too_long_documents_are_split_or_cut_and_counted(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt", 300)
     long = "".join(f"The wave and tide of reef {number} wash ashore. " for number in range(40))
@@ -131,6 +158,21 @@ def test_problems_are_reported_with_file_and_line(tmp_path: Path, capsys: pytest
 
 
 @quick
+def test_a_text_that_is_everywhere_and_a_word_without_end_are_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = write_corpus(tmp_path / "corpus.txt", 200).read_text().splitlines()
+    (stories := tmp_path / "stories.txt").write_text("".join(f"{line}\n<eot>\n" for line in lines) + "x" * 5_000_000)
+    config = small_config(tmp_path / "store", stories, on_problem="skip")
+    manifest = prepare(config, progress=False)
+    told = capsys.readouterr().err
+    assert "stories.txt:401: a word of over" in told and manifest.problems["invalid"] == 1
+    assert "warning: most frequent: " in told and manifest.grouping["most_frequent"] == {"text": "<eot>", "share": 0.5}
+    manifest = prepare(replace(config, separator="<eot>", overwrite=True), progress=False)
+    assert "warning" not in capsys.readouterr().err and manifest.grouping["documents"] == 200
+
+
+@quick
 def test_a_missing_latent_stops_by_default(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt", 200)
     corpus.write_text(corpus.read_text() + "???\n")
@@ -164,7 +206,7 @@ def test_tokenizers_by_name_and_path(store_path: Path, tmp_path: Path) -> None:
     manifest = prepare(small_config(tmp_path / "characters", corpus, tokenizer="characters", max_length=256))
     assert (manifest.vocab_size, manifest.token_dtype) == (29, "uint16")
     manifest = prepare(small_config(tmp_path / "same", corpus, tokenizer=str(store_path / "tokenizer")))
-    assert manifest.tokenizer == Store.open(store_path).manifest.tokenizer
+    assert manifest.tokenizer["sha256"] == Store.open(store_path).manifest.tokenizer["sha256"]
     corpus.write_text(corpus.read_text() + "CAPITALS\n")
     with pytest.raises(DataError, match=r"corpus.txt:601: a text has characters outside"):
         prepare(small_config(tmp_path / "capitals", corpus, tokenizer="characters"))

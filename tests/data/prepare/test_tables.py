@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from mmldlm.data.prepare.documents import Document, Problem
+from mmldlm import cli
+from mmldlm.data.prepare.documents import Columns, Document, Problem
 from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.prepare.readers.tables import (
-    Columns,
     arrow_parts,
     datasets_parts,
     parquet_parts,
@@ -26,6 +27,7 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
 from tests.helpers.sample_corpus import small_config, write_corpus
+from tests.helpers.user_errors import assert_user_error
 
 pytestmark = pytest.mark.quick
 
@@ -119,6 +121,35 @@ def test_a_store_is_the_same_as_from_lines_of_text(kind: str, pa: Any, tmp_path:
     )
     (source,) = result.sources
     assert source.get("file", source.get("folder")) == str(path) and len(source["sha256"]) == 64
+
+
+def test_padding_is_left_out_by_a_mask_and_told_without_one(
+    pa: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = write_corpus(tmp_path / "corpus.txt", 200).read_text().splitlines()
+    tokenizer = Tokenizer.train(texts, 300)
+    tokenizer.save(tmp_path / "tokenizer")
+    ids = tokenizer.encode_batch(texts)
+    rows = {"ids": [[*row[:60], *[65] * (60 - len(row))] for row in ids]}
+    masks = {"attention_mask": [[1] * min(60, len(row)) + [0] * (60 - len(row)) for row in ids]}
+    config = small_config(tmp_path / "store", tokens_field="ids", tokenizer=str(tmp_path / "tokenizer"), overwrite=True)
+    shares = []
+    for columns in (rows, {**rows, **masks}):
+        path = write_parquet(pa, tmp_path / "a.parquet", columns)
+        manifest = prepare(replace(config, inputs=(str(path),)), progress=False)
+        shares.append(manifest.tokenizer["most_frequent"]["repeated"])
+        assert ("warning: most frequent: " in capsys.readouterr().err) is (columns is rows)
+    assert shares[0] > 0.2 > 0.01 > shares[1]
+    assert sum(split.tokens for split in manifest.splits.values()) == sum(min(60, len(row)) for row in ids)
+    holes = {"ids": [[1, 2, 3]] * 3, "attention_mask": [[1, 0, 1], [0, 0, 0], [1]]}
+    kinds = [item.split(": ")[0] for item in problems(pa, tmp_path, holes, Columns(tokens="ids"))]
+    assert kinds == ["1 invalid", "2 empty", "3 invalid"]
+
+
+def test_a_column_that_is_there_twice_is_named(pa: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pa.parquet.write_table(pa.table([["a"], ["b"]], names=["text", "text"]), tmp_path / "a.parquet")
+    status = cli.main(["prepare", str(tmp_path / "a.parquet"), "--out", str(tmp_path / "store")])
+    assert_user_error((status, capsys.readouterr().err), 65, "2 columns 'text'", alone=False)
 
 
 def test_tokens_latents_and_keys_of_any_column_type(pa: Any, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 import random
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 
 from mmldlm.data.encoders import LsaEncoder, load_encoder
@@ -21,6 +23,7 @@ from mmldlm.data.prepare.readers.python_docs import (
     split_words,
     without_near_copies,
 )
+from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
 from mmldlm.errors import DataError
 from tests.helpers.operations import count_calls
@@ -71,8 +74,6 @@ def test_training_and_saving_keep_the_identity(bpe: Tokenizer, tmp_path: Path) -
 
 
 def test_a_foreign_tokenizer_gets_mask_and_pad(tmp_path: Path) -> None:
-    import tokenizers
-
     foreign = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1, "[PAD]": 2}, unk_token="[UNK]"))
     foreign.add_special_tokens(["[CLS]"])
     foreign.post_processor = tokenizers.processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 3)])
@@ -84,6 +85,45 @@ def test_a_foreign_tokenizer_gets_mask_and_pad(tmp_path: Path) -> None:
     for path, message in [(tmp_path / "none.json", "no such file"), (Path(__file__), "not a readable")]:
         with pytest.raises(DataError, match=message):
             Tokenizer.load(path)
+
+
+@pytest.mark.parametrize("kind", ["BPE", "Unigram"])
+def test_a_tokenizer_that_draws_tokens_at_random_no_longer_does(kind: str, bpe: Tokenizer, tmp_path: Path) -> None:
+    """Subword regularization is for training a model; here a text has one latent and one row of tokens."""
+    backend = tokenizers.Tokenizer.from_str(bpe._json)
+    if kind == "BPE":
+        backend.model.dropout = 0.5  # type: ignore[attr-defined]
+    else:
+        pieces = [(piece, -float(len(piece))) for piece in [*"the quickbrown", "th", "he", "qu", "ck", "the"]]
+        backend = tokenizers.Tokenizer(tokenizers.models.Unigram(pieces, 0, False))
+        backend.model.alpha, backend.model.nbest_size = 0.1, 64  # type: ignore[attr-defined]
+    assert len({str(backend.encode("the quick brown the").ids) for _ in range(40)}) > 1
+    backend.save(str(tmp_path / "tokenizer.json"))
+    for tokenizer in (Tokenizer(backend), Tokenizer.load(tmp_path)):
+        assert len({str(tokenizer.encode_batch(["the quick brown the"])) for _ in range(40)}) == 1
+        assert json.loads(tokenizer._json)["model"].get("dropout") is None, "also for who loads it elsewhere"
+
+
+GROWING = {
+    "type": "Sequence",
+    "normalizers": [{"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 16}] * 8,
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("normalizer", GROWING, "it makes texts 4,294,967,296 times as long"),
+        ("model", {"vocab": {"a": 0, "b": 1 << 31}}, "ids up to 2147483648, expected one each, up to"),
+        ("model", {"vocab": {"a": 0, "b": 3, "c": 3}}, "5 tokens have 3 ids up to"),
+    ],
+)
+def test_a_tokenizer_without_bounds_is_refused(key: str, value: dict, message: str, tmp_path: Path) -> None:
+    content = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).to_str())
+    content[key] = {**(content[key] or {}), **value}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(DataError, match=f"tokenizer.json: not a readable .*{message}"):
+        Tokenizer.load(tmp_path)
 
 
 def test_words_are_tokens_and_all_else_is_spelled_by_bytes(tmp_path: Path) -> None:
@@ -137,6 +177,14 @@ def test_lsa_tells_topics_apart_and_comes_back_from_disk(tmp_path: Path) -> None
     assert not [file for file in (tmp_path / "encoder").iterdir() if b"pickle" in file.read_bytes()]
 
 
+def test_lsa_is_refused_for_texts_without_spaces(tmp_path: Path) -> None:
+    texts = ["今天今天读城市晚上给", "房子书在书他们鸟跑晚上一本走", "今天 读 书"]
+    with pytest.raises(DataError, match=r"reads words between spaces, found '今天.*--encoder learned"):
+        LsaEncoder.fit(texts * 5, 2)
+    spaced = [" ".join(text) for text in texts]
+    assert LsaEncoder.fit([*spaced, "ein Wort 今天今天今天今天 und zehn andere von hier bis da"], 2).channels == 2
+
+
 def test_lsa_gives_nan_where_it_knows_no_word(tmp_path: Path) -> None:
     encoder = LsaEncoder.fit(["one two", "two three", "three four"], 2)
     latents = encoder.encode(["one", "unknown words", "", "!!!", "FOUR two"])
@@ -175,6 +223,19 @@ def test_blocks(tmp_path: Path) -> None:
     assert read(tmp_path / "a.txt", content, "blocks") == expected
 
 
+def test_blocks_between_lines_of_ones_own(tmp_path: Path) -> None:
+    """Blank lines are part of a story, and any parts of the file give the same stories."""
+    content = b"<eot>\n\none\n\ntwo\n <eot> \nthree\n\n<eot>\n<eot>\n\xc3\x28\n<eot>\nend <eot>\n\n"
+    (path := tmp_path / "a.txt").write_bytes(content)
+    for target in (1, 12, 1 << 20):
+        parts = text_parts(str(path), target, "blocks", "<eot>")
+        items = [item for part in parts for item in read_text(part, "text", "blocks", separator="<eot>")]
+        assert [item.text if isinstance(item, Document) else item.kind for item in items] == [
+            "one\n\ntwo", "three", "unreadable", "end <eot>",
+        ]  # fmt: skip
+        assert [item.line for item in items] == [3, 7, 11, 13]
+
+
 def test_jsonl(tmp_path: Path) -> None:
     rows = [b'{"text": "a"}', b"{text", b'{"body": "b"}', b'{"text": 3}', b"[1]", b'{"text": " "}', b"", b"\xff",
             b'{"text": "\\ud800"}', b'{"text": "\\u00e9\\nline"}']  # fmt: skip
@@ -183,6 +244,7 @@ def test_jsonl(tmp_path: Path) -> None:
     assert read(tmp_path / "a.jsonl", b"\n".join(rows)) == list(enumerate(kinds, 1))
     reasons = [item.reason for item in read_file(tmp_path / "a.jsonl", field="body") if isinstance(item, Problem)]
     assert reasons[0] == "no field 'body', found 'text'"
+    assert read(tmp_path / "a.json", b"\n".join(rows)) == list(enumerate(kinds, 1)), "JSON lines with another suffix"
 
 
 def test_inputs_are_found_or_named(tmp_path: Path) -> None:
@@ -215,14 +277,16 @@ def test_near_duplicates_share_a_key() -> None:
     shuffled = (alike + others)[::-1]
     assert near_duplicate_groups(shuffled)[0] == keys[::-1]
     assert near_duplicate_groups(alike)[0] == keys[: len(alike)]
+    assert len({*near_duplicate_groups(["Cafe\u0301 noir", "caf\u00e9 NOIR."])[0]}) == 1
     one, other = near_duplicate_groups(["Call foo_bar with care.", "Call numpy.where with care."])[0]
     assert one == other
     assert near_duplicate_groups([])[0] == []
 
 
-def test_exact_groups_ignore_case_and_space() -> None:
-    one, other, third = map(exact_group, ["A  b\n", "a B", "a c"])
-    assert one == other != third
+def test_exact_groups_ignore_what_does_not_make_another_text() -> None:
+    one, *others = map(exact_group, ["A  caf\u00e9\n", "a CAFE\u0301", "a caf\u00e9.", "“A café!”", "- a café…"])
+    assert {*others} == {one} and one not in map(exact_group, ["a cafe", "ac afé", "a, café"])
+    assert len({*map(exact_group, ["?", "...", "!?"])}) == 3
 
 
 def test_the_work_on_near_duplicates_is_proportional_to_the_texts(tmp_path: Path) -> None:

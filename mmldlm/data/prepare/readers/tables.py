@@ -10,28 +10,20 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.documents import Document, DocumentStream, Part, Problem, ProblemKind
+from mmldlm.data.prepare.documents import Columns, Document, DocumentStream, Part, Problem
 from mmldlm.data.prepare.readers.files import is_url, open_input, pyarrow
 from mmldlm.errors import DataError
 
 _BATCH_ROWS = 1024  # decoded to Python values at a time
-
-
-@dataclass(frozen=True)
-class Columns:
-    """Names of the columns other than the text; None if a table has no such column."""
-
-    tokens: str | None = None
-    latents: str | None = None
-    key: str | None = None
-    prefix: str | None = None
+_MASK = "attention_mask"  # a column beside the tokens, 0 where these are padding
 
 
 def parquet_parts(path: str, target_bytes: int) -> list[Part]:
@@ -170,13 +162,16 @@ def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -
         columns.latents: ("lists of floats", {"list of float", "list of list of float"}),
         columns.key: ("text or integers", {"text", "integer"}),
         columns.prefix: ("text", {"text"}),
+        columns.group: ("text or integers", {"text", "integer"}),
+        _MASK if columns.tokens else None: ("lists of integers", {"list of integer"}),
     }
     names = []
     for name, (expected, kinds) in expected_kinds.items():
-        if name is None or (name == field and columns.tokens and field not in schema.names):
+        if name is None or (name in (field, _MASK) and columns.tokens and name not in schema.names):
             continue
-        if name not in schema.names:
-            raise DataError(f"{path}: no column {name!r}, found {', '.join(map(repr, schema.names[:12])) or 'none'}")
+        if (count := schema.names.count(name)) != 1:
+            found = f"{count} columns" if count else "no column"
+            raise DataError(f"{path}: {found} {name!r}, found {', '.join(map(repr, schema.names[:12])) or 'none'}")
         column_type = schema.field(name).type
         if _kind(column_type) not in kinds:
             raise DataError(f"{path}: column {name!r} is {column_type}, expected {expected}")
@@ -228,37 +223,35 @@ def _values(column: Any) -> Any:
 
 def _document(path: str, line: int, values: dict[str, Any], field: str | None, columns: Columns) -> Document | Problem:
     """Return the document of a row, or its first problem; `values` is by column."""
-    problems: list[tuple[ProblemKind, str]] = []
+    problem = partial(Problem, path, line)
     text = values.get(field) if field else None
     tokens = latents = None
-    key, prefix = "", (values[columns.prefix] if columns.prefix else "") or ""
+    prefix = (values[columns.prefix] if columns.prefix else "") or ""
     for name, value in ((field, text), (columns.prefix, prefix)):
         if isinstance(value, UnicodeDecodeError):
-            problems.append(("unreadable", f"column {name!r} is not UTF-8"))
-    if not problems and field and columns.tokens is None and not (text or "").strip():
-        problems.append(("empty", "empty document"))
+            return problem("unreadable", f"column {name!r} is not UTF-8")
+    if field and columns.tokens is None and not (text or "").strip():
+        return problem("empty", "empty document")
     if columns.tokens is not None:
         tokens = _to_array(values[columns.tokens])
         if tokens is None or tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
-            problems.append(("invalid", f"column {columns.tokens!r} holds nothing, expected a list of integers"))
-        elif not len(tokens):
-            problems.append(("empty", f"no tokens in column {columns.tokens!r}"))
-        else:
-            tokens = tokens.astype(np.int64)
+            return problem("invalid", f"column {columns.tokens!r} holds nothing, expected a list of integers")
+        mask = _to_array(values[_MASK]) if _MASK in values else np.ones(len(tokens))
+        if mask is None or len(mask) != len(tokens) or np.any(np.diff(np.flatnonzero(mask)) != 1):
+            return problem("invalid", f"column {_MASK!r} does not mark one stretch of the {len(tokens)} tokens")
+        tokens = tokens.astype(np.int64)[np.flatnonzero(mask)]
+        if not len(tokens):
+            return problem("empty", f"no tokens in column {columns.tokens!r}")
     if columns.latents is not None:
         latents = _to_array(values[columns.latents])
         if latents is None or latents.ndim not in (1, 2) or not latents.size:
-            reason = f"column {columns.latents!r} holds no latent, expected floats [C] or [M, C]"
-            problems.append(("no_latent", reason))
-        else:
-            latents = np.atleast_2d(latents)
-    if columns.key is not None:
-        key = str(values[columns.key])
-        if values[columns.key] is None or isinstance(values[columns.key], UnicodeDecodeError):
-            problems.append(("invalid", f"column {columns.key!r} holds no id"))
-    if problems:
-        return Problem(path, line, *problems[0])
-    return Document(text or "", path, line, tokens, latents, key, prefix.strip())
+            return problem("no_latent", f"column {columns.latents!r} holds no latent, expected floats [C] or [M, C]")
+        latents = np.atleast_2d(latents)
+    for name in filter(None, (columns.key, columns.group)):
+        if values[name] is None or isinstance(values[name], UnicodeDecodeError):
+            return problem("invalid", f"column {name!r} holds no id")
+    key, group = (str(values[name]) if name else "" for name in (columns.key, columns.group))
+    return Document(text or "", path, line, tokens, latents, key, prefix.strip(), group)
 
 
 def _to_array(value: Any) -> np.ndarray | None:

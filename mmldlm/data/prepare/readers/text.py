@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, BinaryIO, TypeAlias
 
-from mmldlm.data.prepare.documents import Document, DocumentStream, Format, Part, Problem, ProblemKind
+from mmldlm.data.prepare.documents import Columns, Document, DocumentStream, Format, Part, Problem, ProblemKind
 from mmldlm.data.prepare.readers.files import is_compressed, open_text
 
 _Lines: TypeAlias = Iterable[tuple[int, bytes]]  # line number and line
@@ -19,7 +19,7 @@ _READ_BYTES = 1 << 20
 _EMPTY: _Fault = ("empty", "empty document")
 
 
-def text_parts(path: str, target_bytes: int, format: Format) -> list[Part]:
+def text_parts(path: str, target_bytes: int, format: Format, separator: str | None = None) -> list[Part]:
     """Cut a text file into parts of whole lines (or whole blocks), each the shortest of at least `target_bytes`.
 
     A compressed file is one part, and so is one in which a document may end anywhere: JSON and CSV.
@@ -33,7 +33,7 @@ def text_parts(path: str, target_bytes: int, format: Format) -> list[Part]:
         while start < size:
             stop = size
             if start + target_bytes < size:
-                stop = _next_boundary(file, start + target_bytes, format == "blocks")
+                stop = _next_boundary(file, start + target_bytes, format == "blocks", separator)
             parts.append(Part(path, start, stop, line))
             if stop < size:
                 file.seek(start)
@@ -45,48 +45,55 @@ def text_parts(path: str, target_bytes: int, format: Format) -> list[Part]:
     return parts
 
 
-def _next_boundary(file: BinaryIO, min_offset: int, after_blank: bool) -> int:
-    """Return the first offset >= `min_offset` where a line begins, or one that follows a blank line there."""
+def _next_boundary(file: BinaryIO, min_offset: int, of_blocks: bool, separator: str | None) -> int:
+    """Return the first offset >= `min_offset` where a line begins, or one that follows the end of a block there."""
     # One byte earlier: if that byte ends a line, `min_offset` itself is a boundary.
     file.seek(min_offset - 1)
     line = file.readline()
-    while line and after_blank:
+    while line and of_blocks:
         line = file.readline()
-        text = _decode(line)
-        if isinstance(text, str) and not text.strip():
+        if _ends_block(_decode(line), separator):
             break
     return file.tell()
+
+
+def _ends_block(line: str | _Fault, separator: str | None) -> bool:
+    """Return whether a line ends a block: a blank one, or the separator."""
+    return isinstance(line, str) and line.strip() == (separator or "").strip()
 
 
 def read_text(
     part: Part,
     field: str,
     format: Format = "lines",
-    key_field: str | None = None,
+    columns: Columns = Columns(),  # noqa: B008
     key_optional: bool = False,
-    prefix_field: str | None = None,
+    separator: str | None = None,
 ) -> DocumentStream:
     """Yield the documents and problems of a part of a text file, in one of `TEXT_FORMATS`.
 
-    `field` of JSON, or column of CSV, holds the text, `key_field` the key and `prefix_field` the prefix, which may be
-    empty. Both may be missing if `key_optional`.
+    `field` of JSON, or column of CSV, holds the text; `columns` are of the key, the group and the prefix, which may be
+    empty. All but the text may be missing if `key_optional`. Blocks end at the line `separator`, or at a blank one.
     """
+    texts = {"text": field, "prefix": columns.prefix or ""}
+    ids = {"key": columns.key or "", "group": columns.group or ""}
+    named = {*texts.values(), *ids.values()} - {""}
     with open_text(part.path) as file:
-        for line, record in _RECORDS[format](_lines(file, part)):
-            text, key = record, ""
-            prefix: str | _Fault = ""
+        lines = _lines(file, part)
+        for line, record in _block_records(lines, separator) if format == "blocks" else _RECORDS[format](lines):
+            values: dict[str, Any] = {"text": record}
             if format not in ("lines", "blocks") and not isinstance(record, tuple):
-                text, key = _row_text(record, field, key_field, key_optional)
-                if prefix_field and not isinstance(text, tuple) and (prefix_field in record or not key_optional):
-                    prefix = _row_text(record, prefix_field, None, False)[0]
-            if isinstance(text, tuple):
-                yield Problem(part.path, line, *text)
-            elif isinstance(prefix, tuple):
-                yield Problem(part.path, line, *prefix)
-            elif not text.strip():
-                yield Problem(part.path, line, *_EMPTY)
+                present = {field, *record} - {""} if isinstance(record, dict) and key_optional else named
+                values = {name: _row_text(record, column) for name, column in texts.items() if column in present}
+                values |= {name: _row_id(record, column) for name, column in ids.items() if column in present}
+            faults = [value for value in values.values() if isinstance(value, tuple)]
+            if isinstance(values["text"], str) and not values["text"].strip():
+                faults = [_EMPTY]
+            if faults:
+                yield Problem(part.path, line, *faults[0])
             else:
-                yield Document(text, part.path, line, key=key, prefix=prefix.strip())
+                prefix = values.pop("prefix", "").strip()
+                yield Document(source=part.path, line=line, prefix=prefix, **values)
 
 
 def _lines(file: BinaryIO, part: Part) -> _Lines:
@@ -108,22 +115,23 @@ def _decode(line: bytes) -> str | _Fault:
     return text.removeprefix("\ufeff").rstrip("\r\n")
 
 
-def _block_records(lines: _Lines) -> _Records:
-    """Yield blocks of lines separated by blank lines; a block with an unreadable line is one problem."""
+def _block_records(lines: _Lines, separator: str | None) -> _Records:
+    """Yield blocks of lines between blank lines or separators; a block with an unreadable line is one problem."""
     start, block = 0, list[str]()
     problem: tuple[int, _Fault] | None = None
-    for number, line in chain(lines, [(0, b"")]):  # the blank line at the end completes the last block
+    for number, line in chain(lines, [(0, b"")]):  # line 0, at the end, completes the last block
         text = _decode(line)
         if isinstance(text, tuple):
             problem = problem or (number, text)
-        elif text.strip():
-            start = start or number
-            block.append(text)
+        elif number and not _ends_block(text, separator):
+            if block or text.strip():  # blank lines that begin a block are no part of it
+                start = start or number
+                block.append(text)
         else:
             if problem:
                 yield problem
             elif block:
-                yield start, "\n".join(block)
+                yield start, "\n".join(block).rstrip("\n")
             start, block, problem = 0, [], None
 
 
@@ -134,14 +142,17 @@ def _json_records(lines: _Lines) -> _Records:
 
 
 def _array_records(lines: _Lines) -> _Records:
-    """Yield the items of a JSON array, numbered from 1."""
+    """Yield the items of a JSON array, numbered from 1, or the objects of JSON lines in a file with this suffix."""
+    lines = list(lines)
     values = _parse_json(_decode(b"".join(line for _, line in lines)))
     if isinstance(values, list):
         yield from enumerate(values, 1)
+    elif isinstance(next((record for _, record in _json_records(lines) if record != _EMPTY), None), dict):
+        yield from _json_records(lines)
     elif isinstance(values, tuple):
         yield 1, values
     else:
-        yield 1, ("invalid", f"a JSON {type(values).__name__}, expected an array; JSON lines are --format jsonl")
+        yield 1, ("invalid", f"a JSON {type(values).__name__}, expected an array or objects, one a line")
 
 
 def _parse_json(text: str | _Fault) -> Any:
@@ -182,7 +193,6 @@ def _csv_records(lines: _Lines, delimiter: str = ",") -> _Records:
 
 _RECORDS: dict[Format, Callable[[_Lines], _Records]] = {
     "lines": lambda lines: ((number, _decode(line)) for number, line in lines),
-    "blocks": _block_records,
     "jsonl": _json_records,
     "json": _array_records,
     "csv": _csv_records,
@@ -190,23 +200,26 @@ _RECORDS: dict[Format, Callable[[_Lines], _Records]] = {
 }
 
 
-def _row_text(row: Any, field: str, key_field: str | None, key_optional: bool) -> tuple[str | _Fault, str]:
-    """Return the text, or what is wrong with it, of a JSON object or a row, and its key."""
+def _row_text(row: Any, field: str) -> str | _Fault:
+    """Return a text, or what is wrong with it, of a JSON object or a row."""
     if not isinstance(row, dict):
-        return ("invalid", f"a JSON {type(row).__name__}, expected an object with the field {field!r}"), ""
+        return "invalid", f"a JSON {type(row).__name__}, expected an object with the field {field!r}"
     if field not in row:
-        return ("invalid", f"no field {field!r}, found {', '.join(map(repr, sorted(row)[:8])) or 'none'}"), ""
-    text, key = row[field], row.get(key_field)
+        return "invalid", f"no field {field!r}, found {', '.join(map(repr, sorted(row)[:8])) or 'none'}"
+    text = row[field]
     if not isinstance(text, str):
-        return ("invalid", f"field {field!r} is {type(text).__name__}, expected a string"), ""
+        return "invalid", f"field {field!r} is {type(text).__name__}, expected a string"
     try:
         # JSON can spell half of a surrogate pair by an escape, which tokenizers and files cannot hold.
         text.encode("utf-8")
     except UnicodeEncodeError:
-        return ("unreadable", f"field {field!r} is not valid Unicode"), ""
-    if not text.strip() or key_field is None or (key_optional and key_field not in row):
-        return text, ""
-    if isinstance(key, bool) or not isinstance(key, (str, int)) or key == "":
-        reason = f"field {key_field!r} is {type(key).__name__}, expected the document's id, a string or integer"
-        return ("invalid", reason), ""
-    return text, str(key)
+        return "unreadable", f"field {field!r} is not valid Unicode"
+    return text
+
+
+def _row_id(row: Any, field: str) -> str | _Fault:
+    """Return the id of a document or of its group, or what is wrong with it."""
+    value = row.get(field) if isinstance(row, dict) else None
+    if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
+        return "invalid", f"field {field!r} is {type(value).__name__}, expected the document's id, a string or integer"
+    return str(value)
