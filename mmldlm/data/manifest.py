@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.errors import DataError
-from mmldlm.utils.files import FileInfo, write_atomically
+from mmldlm.utils.files import FileInfo, read_regular, write_atomically
 from mmldlm.utils.short_repr import short_repr
 
 FORMAT = 1

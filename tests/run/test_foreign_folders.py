@@ -171,7 +171,7 @@ def test_forged_bundles_are_refused_in_one_line(bundle: Path, kind: str) -> None
     assert len(str(refused.value).splitlines()) == 1 and str(bundle) in str(refused.value)
 
 
-@pytest.mark.parametrize("content", [b"[1]", b'{"step": 20, "weights": "trained"}', b"{" * 100_000])
+@pytest.mark.parametrize("content", [b"[1]", b"{" * 100_000])
 def test_an_odd_evaluation_is_named(short_run_dir: Path, tmp_path: Path, run_command: Run, content: bytes) -> None:
     run = shutil.copytree(short_run_dir, tmp_path / "run")
     (run / "evaluation.json").write_bytes(content)

@@ -11,6 +11,8 @@ from threading import Event, Thread
 import pytest
 
 from mmldlm import cli
+from mmldlm.checkpoint.manifest import _seal, read_manifest
+from mmldlm.checkpoint.names import MANIFEST
 from mmldlm.checkpoint.retention import Retention
 from mmldlm.checkpoint.store import CheckpointStore
 
@@ -29,7 +31,10 @@ def saving_run(short_run_dir: Path, tmp_path: Path) -> Iterator[Path]:
         while not ended.wait(SAVE_EVERY_S):
             step += 1
             temporary = Path(tempfile.mkdtemp(dir=store.folder, prefix=".tmp-"))
-            store.publish(shutil.copytree(source, temporary, dirs_exist_ok=True), step)
+            shutil.copytree(source, temporary, dirs_exist_ok=True)
+            body = {key: value for key, value in read_manifest(temporary).items() if key != "sha256"}
+            (temporary / MANIFEST).write_bytes(_seal({**body, "step": step}))
+            store.publish(temporary, step)
 
     thread = Thread(target=save)
     thread.start()
