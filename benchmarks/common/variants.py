@@ -28,13 +28,13 @@ from mmldlm.config import RunConfig
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model.attention import BACKENDS
-from mmldlm.model.cpu_half import slowdown
 from mmldlm.model.mmdit import DataShape, Prediction, Rows
 from mmldlm.run.compatibility import data_shape
 from mmldlm.run.factory import build_objective, corrupt_step
 from mmldlm.train import train_step
 from mmldlm.trainer.step_log import StepTotals
 from mmldlm.trainer.trainer import Trainer
+from mmldlm.utils.cpu import slowdown
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -277,7 +277,7 @@ class OldPractice(FeedTrainer):
     def __enter__(self) -> Self:
         super().__enter__()
         model = self.engine.unwrapped_model
-        if "padding" in self.practices and model.backend != "cpu_half":  # which replaces layouts, and has no mask
+        if "padding" in self.practices:
             model.backend = "padded"
         if "recompute" in self.practices:
             model.blocks = WholeBackbone(model.blocks)

@@ -10,9 +10,8 @@ All backends compute the same function:
 - `efficient`: one call of PyTorch's memory-efficient attention (CUTLASS) for the whole micro-batch; older GPUs, and
   fp32.
 - `math`: one masked softmax over all rows. The reference for tests; quadratic in S.
-- `cpu_half`: `sdpa` in half precision on a CPU, in `cpu_half.py`; chosen automatically.
 
-`sdpa` and `cpu_half` read the lengths of the samples on the host. The others read tensors alone (`JointRows`), so that
+`sdpa` reads the lengths of the samples on the host. The others read tensors alone (`JointRows`), so that
 their calls can be compiled together with the operations around them.
 
 Shape letters: B samples, N text tokens, M latent tokens of a sample, H heads, K width of a head,
@@ -33,7 +32,7 @@ from mmldlm.batch import PackedLayout
 from mmldlm.errors import ConfigError
 from mmldlm.settings.declaration import setting
 
-Backend = Literal["sdpa", "varlen", "efficient", "math", "cpu_half"]
+Backend = Literal["sdpa", "varlen", "efficient", "math"]
 AMPERE = (8, 0)  # compute capability
 _HEAD_WIDTH = "a head width (model.width / model.num_heads)"
 

@@ -157,7 +157,7 @@ class TextHead(nn.Module):
         is_best = None
         if self.training:
             rows, targets = hidden_PD[::ACCURACY_STRIDE], targets_P[::ACCURACY_STRIDE]
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # few rows: see `cpu_half`
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):  # few rows
                 # Detached: autocast would keep the cast weight, without its gradient, for the loss.
                 is_best = _logits(rows.to(weight.dtype), weight.detach(), self.bias).argmax(-1) == targets
         return loss_fn(hidden_PD, weight, self.bias, targets_P), is_best

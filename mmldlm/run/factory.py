@@ -17,7 +17,6 @@ from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.model.attention import AttentionConfig, Backend, device_capability, resolve_backend
-from mmldlm.model.cpu_half import CPUHalfMMDiT
 from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.model.parts import freeze_parts
 from mmldlm.run.compatibility import data_shape
@@ -33,10 +32,9 @@ def set_matmul_precision(config: RunConfig) -> None:
 def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
     """Return the network for `device_type`, its parameters on the meta device; parts in `freeze` are frozen."""
     precision, backend = _precision(config), attention_backend(config, device_type)
-    network = CPUHalfMMDiT if precision != "fp32" and (device_type, backend) == ("cpu", "sdpa") else MMDiT
     uncertainty = config.loss.latent_weighting == "uncertainty"
     with torch.device("meta"):
-        model = network(
+        model = MMDiT(
             config.model,
             data_shape(manifest),
             backend,

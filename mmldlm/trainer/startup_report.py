@@ -24,7 +24,6 @@ from mmldlm.data.writer import publish, write_description
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.optimizers import describe_optimizer
 from mmldlm.distributed.process_group import kept_variables, settings_to_export
-from mmldlm.model.cpu_half import slowdown
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
 from mmldlm.run.load import DESCRIPTION
@@ -35,7 +34,7 @@ from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.checkpointer import checkpoint_record
 from mmldlm.trainer.restore import RestoredRun
 from mmldlm.trainer.setup import Components
-from mmldlm.utils.cpu import choose_threads, processor_name
+from mmldlm.utils.cpu import choose_threads, processor_name, slowdown
 from mmldlm.utils.files import write_atomically
 
 

@@ -13,7 +13,6 @@ from mmldlm.config import RunConfig
 from mmldlm.data.manifest import Manifest
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
-from mmldlm.model.cpu_half import CPUHalfMMDiT
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Precision, Prediction
 from mmldlm.run.factory import build_meta_model
 from mmldlm.utils.meta_device import materialize
@@ -34,8 +33,7 @@ def small_model(
     """Two blocks; `stir` is added to every parameter, for at initialization the blocks pass their input on."""
     settings = {"depth": 2, "width": 32, "num_heads": 2, "conditioning_width": 24, "modulation_rank": 8} | config
     shape = DataShape(VOCAB, MASK, PAD, MAX_LENGTH, latent_tokens, CHANNELS)
-    network = CPUHalfMMDiT if (precision != "fp32", device, backend) == (True, "cpu", "sdpa") else MMDiT
-    model = network(ModelConfig(**settings), shape, backend, memory, precision, latent_skip=True)  # type: ignore[arg-type]
+    model = MMDiT(ModelConfig(**settings), shape, backend, memory, precision, latent_skip=True)  # type: ignore[arg-type]
     initialize(model)
     torch.manual_seed(0)
     with torch.no_grad():

@@ -164,10 +164,7 @@ def test_bf16_autocast_stays_close_to_float32() -> None:
         assert one.dtype == torch.float32
         if name == "text":
             one, other = one[:, :MASK], other[:, :MASK]
-        error = (one - other).norm()
-        assert error < 0.03 * other.norm()
-        # The length is predicted from a row for each sample: few, so in float32 on a CPU.
-        assert (error == 0) == (name == "length_logits")
+        assert 0 < (one - other).norm() < 0.03 * other.norm()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import psutil
 import pytest
 import torch
 
-from mmldlm.utils.cpu import CpuTimes, choose_threads, cores_used_by_others, cpu_times
+from mmldlm.utils.cpu import CpuTimes, choose_threads, cores_used_by_others, cpu_times, slowdown
 from tests.helpers.waiting import wait_until
 
 pytestmark = pytest.mark.quick
@@ -117,3 +118,14 @@ def test_children_count_as_the_runs_while_they_live_and_after(tmp_path: Path) ->
     ended = cpu_times()
     # Two sums of the same floats in another order: an ended child's time comes with its parent's.
     assert alive.run - before.run > 0.25 and ended.run > alive.run - 1e-6 and alive.busy - before.busy > 0.2
+
+
+def test_a_precision_without_instructions_is_measured_as_slow() -> None:
+    """oneDNN may use none for bfloat16 where it is limited to AVX2."""
+    command = "import torch; from mmldlm.trainer.startup_report import precision_notices as notices; "
+    command += "print(*notices('bf16', 'cpu')); assert not notices('fp32', 'cpu') + notices('bf16', 'cuda')"
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, check=True)
+    times = re.search(r"bf16 take (\d+\.\d) times as long", done.stdout)
+    assert times and float(times[1]) > 1.2
+    assert slowdown(torch.float32) == pytest.approx(1, abs=0.9)
