@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +90,7 @@ class TensorFiles(TensorSource):
         if sliced is None:
             return None
         names = (tensor_file_name(group, index, sliced.files) for index in range(sliced.files))
-        files = _Files([checkpoint.file(name) for name in names])
+        files = _Files([checkpoint.path / name for name in names], checkpoint.files)
         return cls({name: (tensor, files) for name, tensor in sliced.tensors.items()})
 
     @classmethod
@@ -128,8 +128,8 @@ class TensorFiles(TensorSource):
         for index, first, last in tensor.overlapping(start, stop):
             within = slice(max(start, first) - first, min(stop, last) - first)
             parts.append(files.read(index, name, tensor.dtype, tensor.slice_shape(first, last), within))
-        if sum(map(len, parts)) != stop - start:
-            raise DataError(f"{display_name(name)}: its slices have {sum(map(len, parts))} of {stop - start} elements")
+        if (found := sum(map(len, parts))) != (expected := max(0, stop - start)):
+            raise DataError(f"{display_name(name)}: its slices have {found} of {expected} elements")
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=DTYPES[tensor.dtype])
@@ -158,10 +158,13 @@ def read_range(tensors: Mapping[str, Tensor], name: str, start: int, stop: int) 
 
 
 class _Files:
-    """Safetensors files of a group by number, opened on access; they are memory-mapped, so no file stays open."""
+    """Safetensors files of a group by number, opened on access; they are memory-mapped, so no file stays open.
 
-    def __init__(self, paths: Sequence[Path]):
-        self._paths = paths
+    With `verified`, the names of a manifest, a file that is not among them is a `DataError`.
+    """
+
+    def __init__(self, paths: Sequence[Path], verified: Collection[str] | None = None):
+        self._paths, self._verified = paths, verified
         self._open: dict[int, Any] = {}
 
     def entries(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -196,6 +199,8 @@ class _Files:
 
     def _get(self, index: int) -> Any:
         if index not in self._open:
+            if self._verified is not None and self._paths[index].name not in self._verified:
+                raise DataError(f"{self._paths[index]}: is not in the manifest of its checkpoint")
             try:
                 self._open[index] = safe_open(self._paths[index], framework="pt", device="cpu")
             except (SafetensorError, OSError) as error:

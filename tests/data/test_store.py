@@ -164,10 +164,10 @@ def test_folder_without_a_store_is_refused(copy: Path, tmp_path: Path) -> None:
 
 
 def test_unreadable_manifest_is_named(store_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, **_: object) -> bytes:
+    def refuse(path: Path, *_: object) -> bytes:
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(Path, "open", refuse)
     with pytest.raises(DataError, match=r"manifest.json: cannot be read: Permission denied"):
         Store.open(store_path)
 
