@@ -22,7 +22,6 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
     "train": ("mmldlm.train", "train a run"),
     "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),
     "score": ("mmldlm.inference.score", "the likelihood bound of each text of a file"),
-    "demo": ("mmldlm.tools.demo", "sample from a run interactively on a local web page"),
     "evaluate": ("mmldlm.evaluate", "evaluate a run on held-out documents"),
     "export": ("mmldlm.tools.export", "a run as a self-contained bundle: load it, sample from it, publish it"),
     "checkpoints": ("mmldlm.tools.checkpoints", "list the checkpoints of a run, compare two, or average several"),
@@ -37,9 +36,9 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
     "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
 }
 # Use torch's devices.
-COMPUTE_COMMANDS = ("train", "sample", "score", "demo", "evaluate", "verify", "explain")
+COMPUTE_COMMANDS = ("train", "sample", "score", "evaluate", "verify", "explain")
 # Go on without a terminal, as the others do with --out: what they make is not what they print.
-MAKERS = ("prepare", "convert", "train", "demo", "evaluate", "export", "race")
+MAKERS = ("prepare", "convert", "train", "evaluate", "export", "race")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,8 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         # A reader such as `head` has closed the pipe: end as other programs do.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)
-    if argv is None and name in ("train", "doctor", "evaluate", "sample", "score", "demo"):
-        exit_process(status)  # besides, a thread of the demo may still be generating
+    if argv is None and name in ("train", "doctor", "evaluate", "sample", "score"):
+        exit_process(status)
     return status
 
 

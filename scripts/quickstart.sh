@@ -43,7 +43,6 @@ cat <<END
 ==> Done. Look at
     runs/quickstart/samples.md         held-out texts and those generated from their latents
     runs/quickstart/evaluation.json    every metric with its baseline
-    ${bin}mmldlm demo runs/quickstart    a page to generate from sentences of your own
     and at the curves:
     ${bin}tensorboard --logdir runs --samples_per_plugin text=200,images=200,scalars=100000 --host 127.0.0.1
 END

@@ -1,4 +1,4 @@
-"""Capture the pages of TensorBoard and of `mmldlm demo` on a run, for docs/review.md and docs/sampling.md.
+"""Capture the pages of TensorBoard on a run, for docs/review.md.
 
     .venv/bin/python scripts/screenshots.py RUN [OTHER ...] [--out docs/images]
 
@@ -14,7 +14,6 @@ import argparse
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import socket
@@ -50,8 +49,6 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 SWITCHES = ("--hide-scrollbars", "--disable-gpu", "--disable-quic", "--disable-background-networking")
 PAGE_TIMEOUT_S = 60
 STILL_S = 3  # for how long a page must not change before it counts as drawn
-DEMO_SIZE = (1100, 980)
-DEMO_TEXTS = ("return a list of the files in the folder.", "an error is raised if the key is not found.")
 COLORS = 256  # of a picture: enough for charts, at half of the bytes
 
 
@@ -96,34 +93,12 @@ def tensorboard(runs: Sequence[Path]) -> Iterator[str]:
         yield url
 
 
-@contextmanager
-def demo(run: Path) -> Iterator[str]:
-    """Serve `mmldlm demo` on a run; yields its address."""
-    with running(["mmldlm.cli", "demo", str(run), "--port", "0"]) as server:
-        assert server.stdout is not None
-        url = re.search(r"http://\S+", server.stdout.readline())
-        if url is None:
-            fail(f"{run}: `mmldlm demo` does not start; is it the folder of a run?")
-        yield url[0]
-
-
 def open_tensorboard(page: Any, url: str, shown: Page) -> None:
     address, (width, height), selector, least = shown
     page.set_viewport_size({"width": width, "height": height})
     page.goto("about:blank")  # otherwise a change after the # would not load the page again
     page.goto(f"{url}{address}")
     page.locator(selector).nth(least - 1).wait_for(state="attached")
-
-
-def open_demo(page: Any, url: str) -> None:
-    page.set_viewport_size({"width": DEMO_SIZE[0], "height": DEMO_SIZE[1]})
-    page.goto(url)
-    page.get_by_role("tab", name="Between").click()
-    for label, text in zip(("From", "To"), DEMO_TEXTS, strict=True):
-        page.get_by_label(label, exact=True).fill(text)
-    page.keyboard.press("Enter")
-    page.locator(".textfield:visible").filter(has_text=f"to  {DEMO_TEXTS[1]}").wait_for()
-    page.evaluate("document.activeElement.blur()")
 
 
 def screenshot(page: Any, to: Path) -> None:
@@ -139,7 +114,7 @@ def screenshot(page: Any, to: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Capture the pages of TensorBoard and of the demo on a run.")
+    parser = argparse.ArgumentParser(description="Capture the pages of TensorBoard on a run.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="folder of a run with TensorBoard files")
     parser.add_argument("--out", type=Path, default=Path("docs/images"), help="folder of the PNG files (%(default)s)")
     options = parser.parse_args()
@@ -156,9 +131,6 @@ def main() -> int:
                     for name, shown in pages.items():
                         open_tensorboard(page, url, shown)
                         screenshot(page, options.out / f"{name}.png")
-            with demo(options.runs[0]) as url:
-                open_demo(page, url)
-                screenshot(page, options.out / "demo.png")
             browser.close()
     except (AssertionError, OSError, BrowserError) as error:
         print(f"screenshots: error: {error}", file=sys.stderr)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv in the project root and install mmldlm into it. Safe to run again: it does only what is missing.
 #
-#   bash scripts/setup.sh          what training, `mmldlm report` and `mmldlm demo` need
+#   bash scripts/setup.sh          what training, `mmldlm report` and `examples/demo.py` need
 #   bash scripts/setup.sh --dev    also what lint, types, tests and benchmarks need
 #
 # PYTHON=/path/to/python3 chooses the interpreter (3.10 or newer).

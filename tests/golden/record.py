@@ -128,11 +128,10 @@ BAD = [
     ["monitor", "/nowhere", "--once"],
     ["report", "/nowhere"],
     ["doctor", "/nowhere.yaml"],
-    ["demo", "/nowhere"],
     ["nothing"],
 ]
 VERBS = (
-    "new,prepare,convert,data,data info,data verify,data sample,train,sample,score,demo,evaluate,export,"
+    "new,prepare,convert,data,data info,data verify,data sample,train,sample,score,evaluate,export,"
     "checkpoints,verify,explain,rewind,monitor,compare,report,config,doctor"
 )
 # A run in which everything happens that can happen beside its steps.

@@ -1,4 +1,4 @@
-"""Conditions that are never masked: `prepare --prefix-field`, from the file to samples, likelihoods and the demo."""
+"""Conditions that are never masked: `prepare --prefix-field`, from the file to samples and likelihoods."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from mmldlm.data.tokenizer import split_prefix
 from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights
 from mmldlm.run.load import load_run
 from mmldlm.settings.successors import _noticed
-from mmldlm.tools.demo import Demo
 from tests.helpers.tiny_config import TINY
 from tests.helpers.user_errors import assert_user_error
 
@@ -162,14 +161,6 @@ def test_evaluation_measures_the_texts_alone(run_dir: Path) -> None:
     assert all("question" not in sample for sample in result["joint"]["samples"])
     assert "question" not in (run_dir / "samples.md").read_text()
     assert result["joint"]["token_entropy_true"] < 3  # ten words
-
-
-def test_the_demo_has_a_field_for_it(run_dir: Path) -> None:
-    demo = Demo(load_run(run_dir))
-    assert demo.example_prefix().startswith("question") and "question" not in demo.examples()[0]
-    text = demo.examples()[0]
-    assert demo.write(text, demo.example_prefix(), count=1)[0][1] == text
-    assert demo.nearest(text, demo.example_prefix()) != demo.nearest(text, "question 5: the color of coal?")
 
 
 def test_a_mixture_of_stores_with_and_without(store: Path, tmp_path: Path) -> None:
