@@ -25,7 +25,7 @@ from tests.helpers.forked_runs import ForkedRuns
 SMALL = (
     "model={depth: 1, width: 16, num_heads: 2, conditioning_width: 16, modulation_rank: 4}",
     "train={steps: 50, global_batch_size: 6}",
-    "validation={every: 20, samples: 12, text_samples: 1}",
+    "validation={every: 20, first: 0, samples: 12, text_samples: 1}",
     "log.every=50",
     "checkpoint.every_steps=0",
 )

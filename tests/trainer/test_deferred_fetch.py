@@ -29,7 +29,7 @@ SETTINGS = (
     "log.every=5",
     "guard.max_consecutive=4",
     "checkpoint.every_steps=8",
-    "validation={every: 12, samples: 8, text_samples: 0}",
+    "validation={every: 12, first: 0, samples: 8, text_samples: 0}",
 )
 # The last of the steps that are fetched together: for a record, a save, a validation, the end, or as the fourth.
 FETCHED = [4, 5, 8, 10, 12, 15, 16, 20, 23]
