@@ -31,7 +31,7 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
     "compare": ("mmldlm.tools.compare", "the paired difference of two runs"),
     "race": ("mmldlm.tools.race.command", "train changes of a run until each is decided: better, or luck"),
-    "report": ("mmldlm.tools.report.command", "compare runs in one HTML page"),
+    "report": ("mmldlm.tools.report.command", "summarize and compare runs in figures and numbers"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
 }

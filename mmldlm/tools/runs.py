@@ -341,8 +341,7 @@ class History(MetricsReader):
             return RunState(_CLEAN_EXITS.get(report.code, "failed"), report.code, report.cause)
         end = self.last()
         if (not self.processes or self._is_gone) and end is not None and end["kind"] == "end":
-            stopped_by = end.get("stopped_by")
-            if stopped_by:
+            if stopped_by := end.get("stopped_by"):
                 return RunState("stopped", cause=f"stopped by {stopped_by}")
             return RunState("finished", cause="finished")
         if self._is_gone:

@@ -289,9 +289,8 @@ class Recorder:
             result[f"sample {name}"] = self.succeed(self.mmldlm(*sample, *arguments)).splitlines()
         self.succeed(self.mmldlm("evaluate", run, "--samples", 40, "--texts", 12))
         result["evaluate"] = _hexed(json.loads((run / "evaluation.json").read_text()))
-        self.succeed(self.mmldlm("report", run, "--out", self.folder / "report.html"))
-        result["final_metrics keys"] = _keys(json.loads((run / "final_metrics.json").read_text())) if (
-            run / "final_metrics.json").exists() else None  # fmt: skip
+        self.succeed(self.mmldlm("report", run, "--out", self.folder / "report"))
+        result["final_metrics keys"] = _keys(json.loads((self.folder / "report/final_metrics.json").read_text()))
         return result
 
     def configs(self) -> dict[str, Any]:

@@ -42,5 +42,5 @@ def test_commands_of_the_page(
     assert "runs/own: verified" in verified and "steps 1 to 8: bitwise the same" in segment
     assert everything.count("bitwise the same") == 5
     assert f"own:{sample}: " in explained and "they caused it" in explained and "4 replays" in explained
-    assert "continues from step 24" in rewound and "report.html" in report
+    assert "continues from step 24" in rewound and "final_metrics.json" in report
     assert (tmp_path / "runs/own/branches/01-before-27").is_dir()

@@ -14,7 +14,12 @@ from tests.helpers.engine_runs import records, wait_for_step
 from tests.helpers.forked_runs import ForkedRuns
 
 LOG = "log={every: 1, tensorboard: true, figures_every: 4, figure_samples: 36}"
-SETTINGS = ("train.steps=14", "validation={every: 4, first: 0, samples: 70, text_samples: 2}", "checkpoint.every_steps=5", LOG)
+SETTINGS = (
+    "train.steps=14",
+    "validation={every: 4, first: 0, samples: 70, text_samples: 2}",
+    "checkpoint.every_steps=5",
+    LOG,
+)
 ALL = {"scalars": 0, "images": 0, "histograms": 0, "tensors": 0}
 ONCE_A_START = ("run/", "_hparams_/", "custom_scalars__config__")
 

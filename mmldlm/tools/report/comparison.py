@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.tools.report.paired import Decision, Difference, changes, pairing, record_difference, record_differences
+from mmldlm.tools.report.paired import Decision, Difference, changes, pairing, record_difference
 from mmldlm.tools.report.run_summary import RunSummary, better_direction
 
 PER_RUN_SETTINGS = ("run.seed", "run.dir")  # settings in which the runs of one group may differ
@@ -78,7 +78,9 @@ class Comparison:
 
     def over_records(self, pair: tuple[RunSummary, RunSummary]) -> list[Difference]:
         """Return the differences of a pair's losses, accuracies and validation metrics."""
-        return record_differences(pair[0].history, pair[1].history, self.max_step)
+        a, b = (run.history for run in pair)
+        tags = [tag for tag in a.tags() if tag.startswith(("loss/", "accuracy/", "validation/"))]
+        return [one for tag in tags if (one := record_difference(a, b, tag, self.max_step))]
 
     @cached_property
     def over_seeds(self) -> list[Difference]:
@@ -165,8 +167,8 @@ def common_step(groups: Sequence[RunGroup]) -> int:
     return min((run.last_step for group in groups for run in group.runs if run.last_step), default=0)
 
 
-def setting_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
-    """Return what differs between or within groups of runs, as key -> value per group, without `PER_RUN_SETTINGS`.
+def setting_differences(groups: Sequence[RunGroup]) -> dict[str, dict[str, Any]]:
+    """Return what differs between or within groups of runs, as key -> group -> value, without `PER_RUN_SETTINGS`.
 
     Besides settings these are, as `start-up: KEY`, engine, processes, versions and data of all their starts. A run
     whose config or start is unknown makes no difference by itself.
@@ -182,12 +184,13 @@ def setting_differences(groups: Sequence[RunGroup]) -> dict[str, list[Any]]:
                     values[key] = f"{before} and {value}"
                     mixed.add(key)
         starts.append(values)
-    rows: dict[str, list[Any]] = {}
+    rows: dict[str, dict[str, Any]] = {}
     for sources in (settings, starts):
         known = [values for values in sources if values]
         for key in dict.fromkeys(key for values in known for key in values):
             if key in mixed or any(values.get(key, ABSENT) != known[0].get(key, ABSENT) for values in known):
-                rows[key] = [values.get(key, ABSENT) if values else "(unknown)" for values in sources]
+                found = (values.get(key, ABSENT) if values else "(unknown)" for values in sources)
+                rows[key] = dict(zip((group.name for group in groups), found, strict=True))
     return rows
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Colors of the groups, the same in the figures and on the page.
+# Colors of the groups.
 COLORS = ("#0b6bcb", "#d1480f", "#0b8457", "#a3359b", "#9a6b00", "#0f8b9d", "#6a4fd8", "#7a5145")
 
 EVENT_MARKERS = {"resume": ("^", "resumed"), "skip": ("x", "skipped step"), "failure": ("X", "failed or killed")}
@@ -133,7 +133,7 @@ def build_figure(groups: Sequence[RunGroup], panels: Sequence[Panel]) -> Figure:
     # matplotlib leaves labels that start with an underscore out of the legend.
     titles = [f" {group.title}" if group.title.startswith("_") else group.title for group in groups]
     figure.legend(lines, [truncate(title, _MAX_LABEL_LENGTH) for title in titles], loc="outside upper left", ncols=3)
-    kinds = {event.kind for run, _ in runs for event in run.events}
+    kinds = {kind for run, _ in runs for kind, _ in run.events}
     markers = {
         label: Line2D([], [], color="black", marker=marker, linestyle="")
         for kind, (marker, label) in EVENT_MARKERS.items()
@@ -157,7 +157,7 @@ def _draw_run(axis: Axes, panel: Panel, run: RunSummary, color: str, is_shaded: 
     if is_shaded and len(steps) < len(train.steps):
         axis.fill_between(steps, low, high, color=color, alpha=0.15, linewidth=0)
     for kind, (marker, _) in EVENT_MARKERS.items():
-        if marked := [event.step for event in run.events if event.kind == kind]:
+        if marked := [step for event, step in run.events if event == kind]:
             axis.plot(marked, np.interp(marked, steps, mean), color=color, linestyle="", marker=marker, clip_on=False)
 
 

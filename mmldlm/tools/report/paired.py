@@ -103,15 +103,11 @@ class Difference:
             return "lower" if high < 0 else "higher"
         return "equal" if -at_least < low and high < at_least else "open"
 
-    def percent(self) -> str:
-        """Return the difference and its interval in percent of A's mean; without them if that is 0."""
-        if not self.baseline:
-            return "      –"
-        value, low, high = (f"{100 * number:+.3g}" for number in self.relative())
-        return f"{value:>7} % [{low}, {high}]" if self.has_interval else f"{value:>7} % (no interval)"
-
     def __str__(self) -> str:
-        return f"{self.tag:<24} {format_number(self.baseline):>9}  {self.percent()}"
+        """Return the metric, A's mean, and the difference and its interval in percent of that; none of a mean of 0."""
+        value, low, high = (f"{100 * number:+.3g}" for number in self.relative())
+        percent = f"{value:>7} % " + (f"[{low}, {high}]" if self.has_interval else "(no interval)")
+        return f"{self.tag:<24} {format_number(self.baseline):>9}  {percent if self.baseline else '      –'}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the difference."""
@@ -206,9 +202,3 @@ def record_difference(a: History, b: History, tag: str, max_step: float = math.i
     steps = steps[-1:] if is_validation else steps
     values = (np.array([run[step] for step in steps]) for run in (first, second))
     return Difference.of_paired(tag, "records", steps, *values) if steps else None
-
-
-def record_differences(a: History, b: History, max_step: float = math.inf) -> list[Difference]:
-    """Return the differences of all losses, accuracies and validation metrics, as `record_difference`."""
-    tags = [tag for tag in a.tags() if tag.startswith(("loss/", "accuracy/", "validation/"))]
-    return [one for tag in tags if (one := record_difference(a, b, tag, max_step)) is not None]

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from mmldlm.tools.records import Record, read_json
+from mmldlm.tools.records import read_json
 from mmldlm.tools.runs import History, RunState
 from mmldlm.utils.nested import flatten
 
@@ -20,8 +20,6 @@ TAIL_FRACTION = 0.1  # share of the steps over which a training loss is averaged
 HELD_OUT_KINDS = ("validation", "quality")  # kinds of records that are measured on held-out documents
 
 _NO_EVENTS = ("train", "validation", "quality", "scalars", "heartbeat")  # kinds of records
-_START_KEYS = ("engine", "world_size", "sharding", "total_steps")
-_HIDDEN_KEYS = {"kind", "step", "time", "sha256"}
 
 # Keys of evaluation.json that describe the evaluation, and other keys that are not metrics.
 _EVALUATION_SETTINGS = ("step", "weights", "split", "samples", "texts", "times", "seed", "sampling", "data_manifest")
@@ -78,8 +76,6 @@ SUMMARY_RULES: dict[str, tuple[tuple[str, ...], Callable[[Curve], float]]] = {
     "data": (("train",), _last),
     "health": (("train",), _last),
 }
-BEST = "validation/total/best"  # its lowest value
-EVALUATION = "evaluation/"  # metrics of evaluation.json
 
 
 def _name(key: str) -> str:
@@ -97,16 +93,7 @@ def better_direction(key: str) -> Direction:
 
 def is_metric_baseline(key: str) -> bool:
     """Return whether `key` only serves to judge other metrics, as a baseline, standard error or count does."""
-    return key.startswith((EVALUATION, "quality/")) and _name(key) not in _DIRECTIONS
-
-
-class Event(NamedTuple):
-    """An event of a run, at `time` in Unix seconds."""
-
-    kind: str
-    step: int
-    time: float
-    text: str
+    return key.startswith(("evaluation/", "quality/")) and _name(key) not in _DIRECTIONS
 
 
 class RunSummary:
@@ -129,10 +116,8 @@ class RunSummary:
     @cached_property
     def duration_s(self) -> float:
         """Seconds from record to record, without those between the sessions."""
-        steps = pairwise(self.history.records)
-        return sum(
-            (after["time"] - before["time"] for before, after in steps if after["kind"] not in ("start", "resume")), 0.0
-        )
+        pairs = pairwise(self.history.records)
+        return sum((b["time"] - a["time"] for a, b in pairs if b["kind"] not in ("start", "resume")), 0.0)
 
     def curve(self, tag: str, *kinds: str, max_step: float = math.inf) -> Curve:
         """Return the finite values of `tag` in records of `kinds` up to `max_step`."""
@@ -145,20 +130,19 @@ class RunSummary:
         """Return the value of each curve at `max_step` by `SUMMARY_RULES`, by tag."""
         result: dict[str, float] = {}
         for group, (kinds, reduce) in SUMMARY_RULES.items():
-            for tag in self.history.tags(*kinds):
-                curve = self.curve(tag, *kinds, max_step=max_step) if tag.startswith(f"{group}/") else None
-                if curve is None or not len(curve.steps):
-                    continue
-                result[tag] = reduce(curve)
-                if tag == "validation/total":
-                    result[BEST] = float(curve.values.min())
+            for tag in (tag for tag in self.history.tags(*kinds) if tag.startswith(f"{group}/")):
+                curve = self.curve(tag, *kinds, max_step=max_step)
+                if len(curve.steps):
+                    result[tag] = reduce(curve)
+                    if tag == "validation/total":
+                        result["validation/total/best"] = float(curve.values.min())
         return result
 
     @cached_property
     def evaluation_metrics(self) -> dict[str, float]:
         """Finite numbers of evaluation.json by dotted key, prefixed `evaluation/`; empty without the file."""
         return {
-            EVALUATION + key: float(value)
+            f"evaluation/{key}": float(value)
             for key, value in flatten(self._evaluation).items()
             if type(value) in (int, float) and math.isfinite(value) and key not in _NON_METRICS
         }
@@ -168,13 +152,6 @@ class RunSummary:
         """Settings of the evaluation; two evaluations are comparable if these are equal."""
         return {key: self._evaluation[key] for key in _EVALUATION_SETTINGS if key in self._evaluation}
 
-    @property
-    def generated_texts(self) -> list[Any]:
-        """Samples of evaluation.json: held-out texts and the texts generated from their latents."""
-        l2t = self._evaluation.get("l2t")
-        samples = l2t.get("samples") if isinstance(l2t, Mapping) else None
-        return [sample for sample in samples if isinstance(sample, Mapping)] if isinstance(samples, list) else []
-
     @cached_property
     def _evaluation(self) -> Mapping[str, Any]:
         result = read_json(self.path / "evaluation.json")
@@ -182,24 +159,10 @@ class RunSummary:
         return result if result.get("run_id") == self.history.startup.get("run_id") else {}
 
     @cached_property
-    def events(self) -> list[Event]:
-        """Events in order; a failed or killed run ends with an event of kind `failure`."""
-        events = [
-            Event(record["kind"], record["step"], record["time"], _describe(record))
-            for record in self.history.records
-            if record["kind"] not in _NO_EVENTS
-        ]
+    def events(self) -> list[tuple[str, int]]:
+        """Kind and step of each event in order; a failed or killed run ends with one of kind `failure`."""
+        records, exits = self.history.records, self.history.exits
+        events = [(record["kind"], record["step"]) for record in records if record["kind"] not in _NO_EVENTS]
         if self.state.name in ("failed", "killed"):
-            exit_reports, last = self.history.exits[:1], self.history.last()
-            step = exit_reports[0].step if exit_reports else self.history.step
-            time = exit_reports[0].time if exit_reports else (last["time"] if last else math.nan)
-            code = f" (exit code {self.state.code})" if self.state.code is not None else ""
-            events.append(Event("failure", step, time, f"{self.state.cause}{code}"))
+            events.append(("failure", exits[0].step if exits else self.history.step))
         return events
-
-
-def _describe(record: Record) -> str:
-    """Return the plain values of the record of an event; of a start, which has its whole report, a few."""
-    keys = _START_KEYS if record["kind"] in ("start", "resume") else record.keys() - _HIDDEN_KEYS
-    values = {key: record[key] for key in record if key in keys and isinstance(record[key], str | int | float)}
-    return ", ".join(f"{key} {f'{value:.3g}' if isinstance(value, float) else value}" for key, value in values.items())

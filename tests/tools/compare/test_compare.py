@@ -98,10 +98,9 @@ def test_over_seeds(tiny_store: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.main(["report", *map(str, runs), f"--out={out}"]) == 0
     (comparison,) = json.loads((out / "final_metrics.json").read_text())["comparison"].values()
     assert comparison["over_seeds"] == result["over_seeds"] and comparison["pairs"] == result["pairs"]
-    page = (out / "report.html").read_text()
     assert (out / "paired.png").stat().st_size > 5000
     low, high = row["relative_interval"]
-    assert f"[{100 * low:+.3g}, {100 * high:+.3g}]" in page
+    assert f"[{100 * low:+.3g}, {100 * high:+.3g}]" in capsys.readouterr().out
 
 
 @pytest.mark.quick

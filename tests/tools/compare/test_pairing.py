@@ -169,4 +169,4 @@ def test_other_environments_are_named(tiny_config: Path, tmp_path: Path) -> None
     assert line.startswith("paired: the same") and all(part in line for part in (*parts, "world_size 1 and 2"))
     # Of a group all runs count, not the first alone.
     (group,) = group_runs([first, others[1]], first)
-    assert setting_differences([group]) == {"start-up: versions.torch": ["2.12 and 2.14"]}
+    assert setting_differences([group]) == {"start-up: versions.torch": {group.name: "2.12 and 2.14"}}
