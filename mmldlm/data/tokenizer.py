@@ -40,6 +40,10 @@ class Tokenizer:
         """Wrap `backend`; `[MASK]` and `[PAD]` are appended to its vocabulary if missing."""
         missing = [token for token in (MASK, PAD) if backend.token_to_id(token) is None]
         backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in missing])
+        # Before it is written as JSON, which walks through all ids up to the largest.
+        ids = [*backend.get_vocab(with_added_tokens=True).values()]
+        if len({*ids}) < len(ids) or max(ids) > _MAX_ID:
+            raise DataError(f"{len(ids)} tokens have {len({*ids})} ids up to {max(ids)}, expected one each, up to 2^24")
         # A tokenizer.json may set all of these; a sample's length is decided by the options of `prepare` alone.
         make_deterministic(backend)
         backend.no_truncation()
@@ -50,9 +54,6 @@ class Tokenizer:
         self.mask_id: int = backend.token_to_id(MASK)  # type: ignore[assignment]
         self.pad_id: int = backend.token_to_id(PAD)  # type: ignore[assignment]
         self._json = backend.to_str(pretty=True)
-        ids = [*backend.get_vocab(with_added_tokens=True).values()]
-        if len({*ids}) < len(ids) or max(ids) > _MAX_ID:
-            raise DataError(f"{len(ids)} tokens have {len({*ids})} ids up to {max(ids)}, expected one each, up to 2^24")
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
