@@ -29,7 +29,7 @@ if [ "${1:-}" = --lowest ]; then
   uv=("$bin/uv" pip install --quiet --python "$bin/python")
   "${uv[@]}" --resolution lowest-direct --editable ".[figures,report,tables]"
   "${uv[@]}" pytest pytest-xdist
-  "$bin/python" -m pytest -q -n auto --dist worksteal -p no:cacheprovider -m "not slow" -k "not browser" \
+  "$bin/python" -m pytest -q -n auto --dist worksteal -p no:cacheprovider -m "not slow" \
     tests/distributed/test_engine_parity.py tests/distributed/test_hybrid_sharding.py tests/trainer/test_step_guard.py \
     tests/checkpoint tests/data/prepare/test_{pipeline,parts,tables}.py tests/tools/report
   exit
