@@ -346,9 +346,8 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
             lines.append(f"| {title} | {_number(median(values))} | {spread} | {shown} |")
         # Unknown (None) for a run of which an earlier start was killed.
         minutes = [seed["train_cpu_s"] / 60 for seed in corpus["seeds"] if seed["train_cpu_s"] is not None]
-        lines.append(
-            f"| CPU minutes of training | {median(minutes):.1f} | {min(minutes):.1f} to {max(minutes):.1f} here | |"
-        )
+        spread = f"{min(minutes):.1f} to {max(minutes):.1f}, one core of {corpus['machine']['cpu']}"
+        lines.append(f"| CPU minutes of training | {median(minutes):.1f} | {spread} | |")
         made[f"{name}-by-length"] = _exact_match_table([seed["metrics"]["l2t"] for seed in corpus["seeds"]])
         made[name] = "\n".join(lines)
         samples = corpus["seeds"][0]["metrics"]["l2t"]["samples"][:SHOWN]

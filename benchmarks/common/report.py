@@ -99,7 +99,7 @@ def circumstances(on: torch.device) -> dict[str, Any]:
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": {
             "device": torch.cuda.get_device_name(on) if on.type == "cuda" else "cpu",
-            "cpu": processor_name(),
+            "cpu": f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}",
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
             "system": platform.system(),
             "cuda": torch.version.cuda,
