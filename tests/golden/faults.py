@@ -162,7 +162,7 @@ FAULTS = (
     Fault(
         "a report counts the time between sessions",
         "tools/report/run_summary.py",
-        'if after["kind"] not in ("start", "resume")',
+        'if b["kind"] not in ("start", "resume")',
         "if True",
         "tests/tools/report",
     ),
