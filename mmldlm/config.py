@@ -385,7 +385,7 @@ def _load(
     if len(foreign := [key for key in ("training", "logging", "optimizer", "tokenizer") if key in tree]) > 1:
         convert = f"`mmldlm convert lgdlm {display_name(str(path))}`"
         raise ConfigError(
-            f"{', '.join(foreign)}: keys of LGDLM, expected those of docs/settings.md: {convert} has both"
+            f"{', '.join(foreign)}: keys of LGDLM, expected those of docs/settings.md; {convert} translates them"
         )
     try:
         return build(RunConfig, tree), layers, tree

@@ -56,7 +56,7 @@ from mmldlm.utils.progress import INTERVAL_S, Progress
 
 FOLLOW_INTERVAL_S = 2.0  # between looks for a new checkpoint
 
-# The run, config and modes, the sentence pairs and the causal language model: the first arguments of `evaluate`.
+# The run, config and modes, and the file of sentence pairs: the first arguments of `evaluate`.
 Inputs = tuple[LoadedRun, EvaluationConfig, Sequence[Mode], Path | None]
 
 
