@@ -50,7 +50,7 @@ def train_step(trainer: Trainer, step: int, micro_batches: Sequence[Batch]) -> N
     noised = trainer.corrupt(step, micro_batches)  # q(z_t | x): masked tokens and noised latents
     totals = trainer.sync(step, noised)  # starts an all-reduce: denominators of the losses, requests to stop or save
     for batch in trainer.accumulate(noised):
-        trainer.backward(trainer.loss(batch, totals))
+        trainer.forward_backward(batch, totals)
     result = trainer.update(step)  # skipped if a loss or the gradient norm is non-finite or a spike
     trainer.end_step(step, totals, result)  # log, validate, save; end at a signal
 

@@ -32,7 +32,6 @@ from mmldlm.model.mmdit import DataShape, Prediction, Rows
 from mmldlm.run.compatibility import data_shape
 from mmldlm.run.factory import build_objective, corrupt_step
 from mmldlm.train import train_step
-from mmldlm.trainer.step_log import StepTotals
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.cpu import slowdown
 
@@ -290,14 +289,13 @@ class OldPractice(FeedTrainer):
             noised = [pad(batch, manifest.pad_id, manifest.max_length) for batch in noised]
         return super().accumulate(noised)
 
-    def loss(self, batch: NoisedBatch, totals: StepTotals) -> Tensor:
+    def loss(self, batch: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, Tensor]:
         if not self.practices & {"head", "reads"}:
             return super().loss(batch, totals)
-        loss, sums = self.components.objective(self._with_logits, batch, totals.counts)
+        loss, sums = self.components.objective(self._with_logits, batch, totals)
         if "reads" in self.practices:
             self._read(loss, sums)
-        self.log.add(loss, sums, batch)
-        return loss
+        return loss, sums
 
     def _with_logits(
         self,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,10 @@ class HostTimer:
         self._started = 0.0
         self._measured = Work()
 
+    def measured(self) -> AbstractContextManager[None]:
+        """Return a context whose work counts, as all of this thread does."""
+        return nullcontext()
+
     def start(self) -> None:
         """Start a step."""
         self._started = time.thread_time()
@@ -40,7 +45,7 @@ class HostTimer:
 
 
 class DeviceTimer:
-    """Measures the forward passes of blocks on a CUDA device, which contain no collective, by events.
+    """Measures the forward passes of blocks on a CUDA device, or what is `measured`, by events: without collectives.
 
     The host never waits for the device: a step is returned once the device has reached its last event. ZeRO-3 gathers
     parameters within the blocks, so there the waits for other ranks count, too.
@@ -52,14 +57,22 @@ class DeviceTimer:
         self._steps: deque[tuple[list[torch.cuda.Event], list[torch.cuda.Event], float]] = deque()
         for block in blocks:
             # Within the hooks of FSDP2, which wait for the gathered parameters.
-            block.register_forward_pre_hook(lambda block, _: self._record(block, self._begun))
-            block.register_forward_hook(lambda block, *_: self._record(block, self._ended), prepend=True)
+            block.register_forward_pre_hook(lambda block, _: self._record(self._begun) if block.training else None)
+            block.register_forward_hook(
+                lambda block, *_: self._record(self._ended) if block.training else None, prepend=True
+            )
 
-    def _record(self, block: nn.Module, events: list[torch.cuda.Event]) -> None:
-        if block.training:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            events.append(event)
+    def _record(self, events: list[torch.cuda.Event]) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        events.append(event)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Measure what is started on the device in this context."""
+        self._record(self._begun)
+        yield
+        self._record(self._ended)
 
     def start(self) -> None:
         """Start a step; forward passes before it do not count."""

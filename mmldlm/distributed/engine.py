@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.partition import partition_by_size
 
 T = TypeVar("T")
+SUM_NUMEL = 2**24  # elements of the gradients that are added up by one all-reduce: 64 MiB in float32
 
 
 def is_accepted(grad_norm: Tensor, limit: float) -> Tensor:
@@ -66,6 +68,9 @@ class Engine(Collectives):
     comm_buffer_bytes = 0  # device memory that the engine allocates for a backward pass and frees after it
     ema: EmaWeights | None = None  # of the trained weights, see `enable_ema`
     loss_scale: LossScale | None = None  # in fp16
+    # Whether gradients keep their memory from step to step, and the ranks add them up after the last micro-batch, as
+    # backward passes that are replayed need it: no library sees these. Only a replicated engine can.
+    sums_after_backward = False
 
     def __init__(self, accelerator: Accelerator, launch: LauncherEnv, watchdog: Watchdog | None):
         super().__init__(launch.rank, launch.world_size, watchdog)
@@ -121,11 +126,12 @@ class Engine(Collectives):
         """Measures how long this rank computes in a step. With `shards_parameters`, all ranks must call it together."""
         if self.device.type != "cuda" or self.world_size == 1:
             return HostTimer()
-        return DeviceTimer(self.unwrapped_model.get_submodule("blocks").children())
+        blocks = self.unwrapped_model.get_submodule("blocks").children()
+        return DeviceTimer([] if self.sums_after_backward else blocks)  # no hook runs when a graph is replayed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model in training; this is the network that the objective calls."""
-        return self._call(self.model, *args, **kwargs)
+        return self._call(self.unwrapped_model if self.sums_after_backward else self.model, *args, **kwargs)
 
     def eval_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the unwrapped model where no backward follows: for validation and generation."""
@@ -144,7 +150,7 @@ class Engine(Collectives):
         fails), the order of the gradients in its second one, and rebuilds its buckets after that. After the warm-up
         all steps add the ranks' gradients in one order, so a resumed run is bit-identical.
         """
-        if self.name != DDP:
+        if self.name != DDP or self.sums_after_backward:
             return
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
@@ -157,14 +163,14 @@ class Engine(Collectives):
         for index, micro_batch in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             # The caller's forward and backward run within this context, while the generator is suspended.
-            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.model):
+            reduces_at_once = last or self.sums_after_backward
+            with contextlib.nullcontext() if reduces_at_once else self.accelerator.no_sync(self.model):
                 yield micro_batch
 
     def backward(self, loss: Tensor) -> None:
         """Compute gradients. `loss` is this rank's share of the step's loss, so the ranks' gradients add up."""
-        # Data parallelism averages over ranks, so the loss is multiplied by their number. With a loss scale `update`
-        # does that instead: float16 has no range to spare.
-        factor = self.world_size if self.loss_scale is None else self.loss_scale.scale
+        # With a loss scale `update` multiplies by the number of ranks instead: float16 has no range to spare.
+        factor = self._averaged_ranks if self.loss_scale is None else self.loss_scale.scale
         with self.in_collective("backward: reduction of the gradients"):
             self.accelerator.backward(loss * factor)
 
@@ -175,18 +181,42 @@ class Engine(Collectives):
         on the device without synchronizing the host, except where the optimizer is not fused. A `clip_norm` of 0
         clips nothing. Return the norm before clipping: [], on the device, equal on all ranks.
         """
+        if self.sums_after_backward:
+            self._sum_gradients()
         if self.loss_scale is not None:
-            self.loss_scale.unscale(self._parameters(), self.world_size)
+            self.loss_scale.unscale(self._parameters(), self._averaged_ranks)
         with self.in_collective("norm of the gradients"):
             norm = self._clip_gradients(clip_norm or math.inf)  # with an infinite limit the norm is only computed
         self._set_lr(lr)
         self._step(norm, norm_limit)
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.sums_after_backward)
         if self.ema is not None:
             self.ema.update(is_accepted(norm, norm_limit), ema_decay)
         if self.loss_scale is not None:
             self.loss_scale.update(norm)
         return norm
+
+    @property
+    def _averaged_ranks(self) -> int:
+        """Number of ranks that the library averages gradients over, by which a loss is multiplied to add them up."""
+        return 1 if self.sums_after_backward else self.world_size
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of this rank's parameters, as far as there are any."""
+        return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
+
+    def _sum_gradients(self) -> None:
+        """Add up the gradients of all ranks in place, some tensors at a time in one buffer (collective)."""
+        gradients = self.gradients()
+        while gradients and self.world_size > 1:
+            part, numel = [gradients.pop()], 0
+            while gradients and (numel := numel + part[-1].numel()) + gradients[-1].numel() <= SUM_NUMEL:
+                part.append(gradients.pop())
+            buffer = torch.cat([gradient.flatten() for gradient in part])
+            with self.in_collective("reduction of the gradients"):
+                dist.all_reduce(buffer)
+            sums = buffer.split([gradient.numel() for gradient in part])
+            torch._foreach_copy_(part, [own.view_as(gradient) for own, gradient in zip(sums, part, strict=True)])
 
     def _clip_gradients(self, max_norm: float) -> Tensor:
         """Clip the gradients to `max_norm` and return the norm before, equal on all ranks (collective)."""

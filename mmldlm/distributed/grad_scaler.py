@@ -42,8 +42,8 @@ class LossScale:
         # 2 after enough finite steps, 1 after the other finite ones, 1/2 after an overflow.
         factor = torch.where(finite, 1.0 + grows.float(), 0.5)
         self._growth_tracker = torch.where(grows, 0, count)
-        # A new tensor, not an update in place: `last_scale` keeps the old one.
-        self.last_scale, self.scale = self.scale, (self.scale * factor).clamp(MIN_SCALE, MAX_SCALE)
+        self.last_scale = self.scale.clone()
+        self.scale.mul_(factor).clamp_(MIN_SCALE, MAX_SCALE)  # in place: a replayed backward pass reads this memory
 
     def get_state(self) -> tuple[float, int]:
         """Return (scale, steps without overflow) for a checkpoint; synchronizes the host."""

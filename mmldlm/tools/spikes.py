@@ -73,8 +73,9 @@ class StepParts:
         self.replays += 1
         batches = self.loader.read_slots(self.position, self.size, slots)
         # Every rank computes all of them, so that none is without: the sum over the ranks has each of them that often.
-        for batch in trainer.accumulate(trainer.corrupt(self.step, batches)):
-            trainer.backward(trainer.components.objective(engine.forward, batch, self._totals)[0])
+        noised = [batch.to(engine.device) for batch in trainer.corrupt(self.step, batches)]
+        for batch in engine.accumulate(noised):
+            trainer.compute(batch, self._totals)
         norm = float(engine.update(0.0, 0.0, norm_limit=-1.0)) / engine.world_size  # a limit that no update passes
         return norm if math.isfinite(norm) else math.inf
 

@@ -157,7 +157,7 @@ class StepLog:
 
     def add(self, loss: Tensor, sums: Tensor, batch: NoisedBatch) -> None:
         """Record the loss and the loss sums of a micro-batch of the current step."""
-        self._micro_batches.append((loss.detach(), sums, batch.counts, batch.sample_ids.tolist()))
+        self._micro_batches.append((loss, sums, batch.counts, batch.sample_ids.tolist()))
 
     def end_step(self, step: int, totals: StepTotals, result: StepResult, flops: float) -> None:
         """Complete the current step, the `step`-th, and write a record if it is due; raise as `fetch` (collective).

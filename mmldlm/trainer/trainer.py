@@ -29,6 +29,7 @@ from mmldlm.telemetry.profiler import phase
 from mmldlm.trainer.branches import with_rewinds
 from mmldlm.trainer.callbacks import build_callbacks
 from mmldlm.trainer.checkpointer import Checkpointer
+from mmldlm.trainer.graphs import GraphReplays
 from mmldlm.trainer.memory_fit import fit_run, warm_up
 from mmldlm.trainer.restore import RestoredRun, restore_run
 from mmldlm.trainer.run_end import RunEnd
@@ -59,6 +60,7 @@ class Trainer:
         self._notices = Notices(log_library_warnings=self.launch.local_rank == 0)
         self._end = RunEnd(self.run_dir, self.launch)
         self.callbacks: list[Callback] = []
+        self.replays: GraphReplays | None = None
 
     # --- opening and closing -------------------------------------------------------------------------------
 
@@ -104,6 +106,8 @@ class Trainer:
         end.own_records(self.log.fetch, self._finish_checkpoint)
         for callback in build_callbacks(config, self.components, engine, self.log, self.save):
             self.add_callback(callback)
+        if self.components.sizes is not None:
+            self.replays = GraphReplays(self.compute, engine.gradients, engine.device)
         for change in changes:
             self.tracker.event("micro_batch", self.state.step + 1, change)
         warm_up(engine, self.components)
@@ -187,15 +191,33 @@ class Trainer:
         return self.components.flops.step_flops(tokens, masked, samples, latent_tokens, pairs)
 
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
-        """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only."""
-        return self.engine.accumulate([batch.to(self.engine.device) for batch in noised])
+        """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only.
+
+        Those that graphs compute are yielded on the host: each graph has memory for them.
+        """
+        on_device = noised if self.replays is not None else [batch.to(self.engine.device) for batch in noised]
+        return self.engine.accumulate(on_device)
+
+    def forward_backward(self, batch: NoisedBatch, totals: StepTotals) -> None:
+        """Add a micro-batch's share of the step's gradients to them, by a graph if there is one, and log its losses."""
+        if self.replays is None:
+            loss, sums = self.compute(batch, totals.counts)
+        else:
+            divisors = self.components.objective.divisors(totals.counts, batch)
+            with phase("replay"), self.engine.compute_timer.measured():
+                loss, sums = self.replays(batch, divisors)
+        self.log.add(loss, sums, batch)
+
+    def compute(self, batch: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, ...]:
+        """Run `loss` and `backward`; return their detached results. Graphs record this method, see `GraphReplays`."""
+        loss, sums = self.loss(batch, totals)
+        self.backward(loss)
+        return loss.detach(), sums
 
     @phase("forward")
-    def loss(self, batch: NoisedBatch, totals: StepTotals) -> Tensor:
-        """Return this micro-batch's share of the step's loss: 0-d, on the device."""
-        loss, sums = self.components.objective(self.engine.forward, batch, totals.counts)
-        self.log.add(loss, sums, batch)
-        return loss
+    def loss(self, batch: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, Tensor]:
+        """Return this micro-batch's share of the step's loss, 0-d on the device, and its loss sums: see `Objective`."""
+        return self.components.objective(self.engine.forward, batch, totals)
 
     @phase("backward")
     def backward(self, loss: Tensor) -> None:

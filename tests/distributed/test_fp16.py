@@ -125,12 +125,12 @@ def test_loss_scale_follows_gradscaler(monkeypatch: pytest.MonkeyPatch) -> None:
         unscaled, parameter.grad = parameter.grad, kept
         ours.unscale([parameter, torch.nn.Parameter(torch.ones(1))], 3)
         assert torch.equal(parameter.grad.nan_to_num(7), (3 * unscaled).nan_to_num(7))
-        before = ours.scale
+        before = float(ours.scale)
         ours.update(parameter.grad.norm())
         theirs.step(optimizer)
         theirs.update()
         optimizer.zero_grad()
-        assert float(ours.scale) == theirs.get_scale() and ours.last_scale is before
+        assert float(ours.scale) == theirs.get_scale() and float(ours.last_scale) == before
         seen.add(float(ours.scale))
     assert len(seen) > 5 and min(seen) > MIN_SCALE and max(seen) < MAX_SCALE
     for _ in range(40):

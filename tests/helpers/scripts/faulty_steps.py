@@ -108,13 +108,12 @@ class FaultyTrainer(Trainer):
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
         return iter(()) if self.skips_engine else super().accumulate(noised)
 
-    def loss(self, batch: NoisedBatch, totals: StepTotals) -> torch.Tensor:
-        loss, sums = self.components.objective(self.engine.forward, batch, totals.counts)
+    def loss(self, batch: NoisedBatch, totals: Sequence[float] | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        loss, sums = super().loss(batch, totals)
         if fault and fault["kind"] == "loss":
             loss = loss + (math.inf if fault["calls"] == fault["micro_batch"] else 0.0)
             fault["calls"] += 1
-        self.log.add(loss, sums, batch)
-        return loss
+        return loss, sums
 
     def update(self, step: int) -> StepResult:
         return StepResult(0.0, torch.tensor(math.nan)) if self.skips_engine else super().update(step)
