@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.batch import Batch, PackedLayout
+from mmldlm.batch import ACCURACY_STRIDE, Batch, PackedLayout
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss
 from mmldlm.diffusion.loss_stats import LossStats
 from mmldlm.diffusion.masked import MaskedDiffusion, TextLoss
@@ -242,12 +242,28 @@ class Objective:
             sample_ids=batch.sample_ids,
         )
 
-    def __call__(self, model: Network, noised: NoisedBatch, totals: Sequence[float]) -> tuple[Tensor, Tensor]:
+    def divisors(self, totals: Sequence[float], noised: NoisedBatch) -> Tensor:
+        """Return float32 [5] on the host: what the losses of a step are divided by, and the shares of a micro-batch.
+
+        The divisors are the step's tokens, samples whose latent is trained, and samples, each at least 1: a step
+        without a modality has a loss of 0 for it. The shares are those of the micro-batch in tokens and samples.
+
+        Args:
+            totals: `counts` [S], summed over the global batch of the step.
+        """
+        tokens, samples, lengths = (max(1.0, total) for total in self.stats.totals(totals))
+        own_tokens, own_samples, _ = self.stats.totals(noised.counts.tolist())
+        return torch.tensor([tokens, samples, lengths, own_tokens / tokens, own_samples / samples])
+
+    def __call__(self, model: Network, noised: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses of a micro-batch that is corrupted and on the network's device.
+
+        No number of the micro-batch is one of Python's here, so that what is captured with one micro-batch computes
+        the losses of all others of the same shapes.
 
         Args:
             totals: `counts` [S], summed over the global batch of the step. Read after the forward pass, during which
-                the sum may still be in progress.
+                the sum may still be in progress. Or, on the device, the `divisors` that result from them.
 
         Returns:
             The micro-batch's share of the step's loss, and the detached sums [S]. These stay on the device and are
@@ -263,8 +279,9 @@ class Objective:
             noised.latent_bin,
         )
         length_sum = F.cross_entropy(length_logits, noised.length_target, reduction="sum")
-        # A step without a modality has a loss of 0 for it: its sums are 0, and the divisor must not be.
-        tokens, samples, lengths = (max(1.0, total) for total in stats.totals(totals))
+        # Those on the host are scalars, which operators of a GPU take as they are.
+        divisors = totals if isinstance(totals, Tensor) else self.divisors(totals, noised)
+        tokens, samples, lengths, token_share, sample_share = divisors.unbind()
         text_loss, latent_loss = sum(aux.values(), trained_text) / tokens, trained_latent / samples
         length_loss = config.length_weight * length_sum / lengths
         if config.latent_weighting == "fixed":
@@ -274,12 +291,12 @@ class Objective:
             weights = (-log_variances).exp()
             loss = weights[0] * text_loss + weights[1] * latent_loss + length_loss
             # The term s / 2 counts once per step: each micro-batch adds its fraction of it.
-            own_tokens, own_samples, _ = stats.totals(noised.counts.tolist())
-            loss = loss + 0.5 * (own_tokens / tokens * log_variances[0] + own_samples / samples * log_variances[1])
-            aux |= zip(("text_weight", "latent_weight"), weights * len(noised.length_target), strict=True)
+            loss = loss + 0.5 * (token_share * log_variances[0] + sample_share * log_variances[1])
+            aux |= zip(("text_weight", "latent_weight"), weights * (noised.length_target >= 0).sum(), strict=True)
         if "accuracy" in stats.aux_losses:
-            is_best = optional[1]
-            aux["accuracy"] = is_best.sum() * (len(noised.positions) / max(1, len(is_best)))
+            counted = noised.token_weight > 0
+            tried = counted[::ACCURACY_STRIDE]
+            aux["accuracy"] = (optional[1] & tried).sum() * (counted.sum() / tried.sum().clamp_min(1))
         reported = [aux[name].view(1) for name in stats.aux_losses]
         return loss, torch.cat([text_sums, latent_sums, length_sum[None], *reported]).detach()
 
