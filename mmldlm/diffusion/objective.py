@@ -11,7 +11,8 @@ C latent channels, S sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -109,8 +110,6 @@ class NoisedBatch:
     length_target: Tensor  # int64 [B]: length - 1, without the prefix
     counts: Tensor  # float64 [S] on the host: denominators of the sums of `Objective.__call__`
     sample_ids: Tensor  # int64 [B] on the host: index of each sample in its split
-    # All tensors and those of the layout, if they are views of one buffer; a copy by `replace` does not have it.
-    packed: PackedTensors | None = field(default=None, init=False, repr=False)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, PackedLayout, Tensor, Tensor]:
@@ -125,36 +124,40 @@ class NoisedBatch:
             self.targets,
         )
 
+    @property
+    def on_host(self) -> dict[str, Tensor]:
+        """The tensors that stay on the host, by name."""
+        return {"counts": self.counts, "sample_ids": self.sample_ids}
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, those of the layout included."""
-        own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return {**own, **self.layout.index_tensors()}
+        """Return the tensors that go to a device by name, those of the layout included."""
+        on_host = self.on_host
+        own = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in on_host}
+        return own | self.layout.index_tensors()
+
+    @cached_property
+    def packed(self) -> PackedTensors:
+        """`tensors` in one buffer; their places in it are a function of the numbers of samples, tokens and masks."""
+        return PackedTensors.pack(self.tensors())
 
     @classmethod
-    def from_packed(cls, packed: PackedTensors, lengths: tuple[int, ...], latent_tokens: int) -> NoisedBatch:
-        """Return the batch whose `tensors` are in `packed`; its layout has these lengths."""
-        tensors, device = packed.tensors(), packed.buffer.device
-        layout = PackedLayout(lengths, latent_tokens).with_index_tensors(tensors, device)
-        own = {each.name: tensors.get(each.name) for each in fields(cls) if each.init and each.name != "layout"}
-        batch = cls(layout=layout, **own)  # type: ignore[arg-type]
-        object.__setattr__(batch, "packed", packed)
+    def from_packed(cls, packed: PackedTensors, layout: PackedLayout, on_host: dict[str, Tensor]) -> NoisedBatch:
+        """Return the batch of this layout whose `tensors` are in `packed`, as views."""
+        tensors = packed.tensors() | on_host
+        own = {each.name: tensors.get(each.name) for each in fields(cls) if each.name != "layout"}
+        batch = cls(layout=layout.with_index_tensors(tensors, packed.buffer.device), **own)  # type: ignore[arg-type]
+        vars(batch)["packed"] = packed
         return batch
 
     def pin_memory(self) -> NoisedBatch:
         """Return the batch in pinned memory, in one buffer."""
-        packed = self.packed or PackedTensors.pack(self.tensors())
-        return self.from_packed(packed.pin_memory(), self.layout.lengths, self.layout.latent_tokens)
+        return self.from_packed(self.packed.pin_memory(), self.layout, self.on_host)
 
     def to(self, device: torch.device | str) -> NoisedBatch:
-        """Return the batch on `device` by a single copy, except for what stays on the host.
-
-        The copy from pinned memory does not block.
-        """
+        """Return the batch on `device` by a single copy; the copy from pinned memory does not block."""
         if torch.device(device) == self.layout.device:
             return self
-        packed = self.packed or PackedTensors.pack(self.tensors())
-        moved = self.from_packed(packed.to(device), self.layout.lengths, self.layout.latent_tokens)
-        return replace(moved, counts=self.counts, sample_ids=self.sample_ids)
+        return self.from_packed(self.packed.to(device), self.layout, self.on_host)
 
 
 class Objective:
