@@ -11,14 +11,15 @@ C latent channels, S sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.batch import Batch, PackedLayout
+from mmldlm.batch import ACCURACY_STRIDE, Batch, PackedLayout
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss
 from mmldlm.diffusion.loss_stats import LossStats
 from mmldlm.diffusion.masked import MaskedDiffusion, TextLoss
@@ -109,8 +110,6 @@ class NoisedBatch:
     length_target: Tensor  # int64 [B]: length - 1, without the prefix
     counts: Tensor  # float64 [S] on the host: denominators of the sums of `Objective.__call__`
     sample_ids: Tensor  # int64 [B] on the host: index of each sample in its split
-    # All tensors and those of the layout, if they are views of one buffer; a copy by `replace` does not have it.
-    packed: PackedTensors | None = field(default=None, init=False, repr=False)
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, PackedLayout, Tensor, Tensor]:
@@ -125,36 +124,40 @@ class NoisedBatch:
             self.targets,
         )
 
+    @property
+    def on_host(self) -> dict[str, Tensor]:
+        """The tensors that stay on the host, by name."""
+        return {"counts": self.counts, "sample_ids": self.sample_ids}
+
     def tensors(self) -> dict[str, Tensor]:
-        """Return all tensors by name, those of the layout included."""
-        own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return {**own, **self.layout.index_tensors()}
+        """Return the tensors that go to a device by name, those of the layout included."""
+        on_host = self.on_host
+        own = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in on_host}
+        return own | self.layout.index_tensors()
+
+    @cached_property
+    def packed(self) -> PackedTensors:
+        """`tensors` in one buffer; their places in it are a function of the numbers of samples, tokens and masks."""
+        return PackedTensors.pack(self.tensors())
 
     @classmethod
-    def from_packed(cls, packed: PackedTensors, lengths: tuple[int, ...], latent_tokens: int) -> NoisedBatch:
-        """Return the batch whose `tensors` are in `packed`; its layout has these lengths."""
-        tensors, device = packed.tensors(), packed.buffer.device
-        layout = PackedLayout(lengths, latent_tokens).with_index_tensors(tensors, device)
-        own = {each.name: tensors.get(each.name) for each in fields(cls) if each.init and each.name != "layout"}
-        batch = cls(layout=layout, **own)  # type: ignore[arg-type]
-        object.__setattr__(batch, "packed", packed)
+    def from_packed(cls, packed: PackedTensors, layout: PackedLayout, on_host: dict[str, Tensor]) -> NoisedBatch:
+        """Return the batch of this layout whose `tensors` are in `packed`, as views."""
+        tensors = packed.tensors() | on_host
+        own = {each.name: tensors.get(each.name) for each in fields(cls) if each.name != "layout"}
+        batch = cls(layout=layout.with_index_tensors(tensors, packed.buffer.device), **own)  # type: ignore[arg-type]
+        vars(batch)["packed"] = packed
         return batch
 
     def pin_memory(self) -> NoisedBatch:
         """Return the batch in pinned memory, in one buffer."""
-        packed = self.packed or PackedTensors.pack(self.tensors())
-        return self.from_packed(packed.pin_memory(), self.layout.lengths, self.layout.latent_tokens)
+        return self.from_packed(self.packed.pin_memory(), self.layout, self.on_host)
 
     def to(self, device: torch.device | str) -> NoisedBatch:
-        """Return the batch on `device` by a single copy, except for what stays on the host.
-
-        The copy from pinned memory does not block.
-        """
+        """Return the batch on `device` by a single copy; the copy from pinned memory does not block."""
         if torch.device(device) == self.layout.device:
             return self
-        packed = self.packed or PackedTensors.pack(self.tensors())
-        moved = self.from_packed(packed.to(device), self.layout.lengths, self.layout.latent_tokens)
-        return replace(moved, counts=self.counts, sample_ids=self.sample_ids)
+        return self.from_packed(self.packed.to(device), self.layout, self.on_host)
 
 
 class Objective:
@@ -242,12 +245,28 @@ class Objective:
             sample_ids=batch.sample_ids,
         )
 
-    def __call__(self, model: Network, noised: NoisedBatch, totals: Sequence[float]) -> tuple[Tensor, Tensor]:
+    def divisors(self, totals: Sequence[float], noised: NoisedBatch) -> Tensor:
+        """Return float32 [5] on the host: what the losses of a step are divided by, and the shares of a micro-batch.
+
+        The divisors are the step's tokens, samples whose latent is trained, and samples, each at least 1: a step
+        without a modality has a loss of 0 for it. The shares are those of the micro-batch in tokens and samples.
+
+        Args:
+            totals: `counts` [S], summed over the global batch of the step.
+        """
+        tokens, samples, lengths = (max(1.0, total) for total in self.stats.totals(totals))
+        own_tokens, own_samples, _ = self.stats.totals(noised.counts.tolist())
+        return torch.tensor([tokens, samples, lengths, own_tokens / tokens, own_samples / samples])
+
+    def __call__(self, model: Network, noised: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses of a micro-batch that is corrupted and on the network's device.
+
+        No number of the micro-batch is one of Python's here, so that what is captured with one micro-batch computes
+        the losses of all others of the same shapes.
 
         Args:
             totals: `counts` [S], summed over the global batch of the step. Read after the forward pass, during which
-                the sum may still be in progress.
+                the sum may still be in progress. Or, on the device, the `divisors` that result from them.
 
         Returns:
             The micro-batch's share of the step's loss, and the detached sums [S]. These stay on the device and are
@@ -263,8 +282,9 @@ class Objective:
             noised.latent_bin,
         )
         length_sum = F.cross_entropy(length_logits, noised.length_target, reduction="sum")
-        # A step without a modality has a loss of 0 for it: its sums are 0, and the divisor must not be.
-        tokens, samples, lengths = (max(1.0, total) for total in stats.totals(totals))
+        # Those on the host are scalars, which operators of a GPU take as they are.
+        divisors = totals if isinstance(totals, Tensor) else self.divisors(totals, noised)
+        tokens, samples, lengths, token_share, sample_share = divisors.unbind()
         text_loss, latent_loss = sum(aux.values(), trained_text) / tokens, trained_latent / samples
         length_loss = config.length_weight * length_sum / lengths
         if config.latent_weighting == "fixed":
@@ -274,12 +294,12 @@ class Objective:
             weights = (-log_variances).exp()
             loss = weights[0] * text_loss + weights[1] * latent_loss + length_loss
             # The term s / 2 counts once per step: each micro-batch adds its fraction of it.
-            own_tokens, own_samples, _ = stats.totals(noised.counts.tolist())
-            loss = loss + 0.5 * (own_tokens / tokens * log_variances[0] + own_samples / samples * log_variances[1])
-            aux |= zip(("text_weight", "latent_weight"), weights * len(noised.length_target), strict=True)
+            loss = loss + 0.5 * (token_share * log_variances[0] + sample_share * log_variances[1])
+            aux |= zip(("text_weight", "latent_weight"), weights * (noised.length_target >= 0).sum(), strict=True)
         if "accuracy" in stats.aux_losses:
-            is_best = optional[1]
-            aux["accuracy"] = is_best.sum() * (len(noised.positions) / max(1, len(is_best)))
+            counted = noised.token_weight > 0
+            tried = counted[::ACCURACY_STRIDE]
+            aux["accuracy"] = (optional[1] & tried).sum() * (counted.sum() / tried.sum().clamp_min(1))
         reported = [aux[name].view(1) for name in stats.aux_losses]
         return loss, torch.cat([text_sums, latent_sums, length_sum[None], *reported]).detach()
 

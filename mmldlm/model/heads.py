@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from mmldlm.batch import ACCURACY_STRIDE
 from mmldlm.model.ops import matmul_dtype, runs_on_cpu
 
 CHUNK_ROWS = 256  # rows of logits in memory at a time: a sixth of the memory of all rows, at 1.1x the time
 GPU_CHUNK_ROWS = 4096  # kernels over fewer rows are too small for a GPU
 GPU_VOCAB_MULTIPLE = 128  # rows of logits are aligned, and fill the tiles of matrix products
-ACCURACY_STRIDE = 32  # training's accuracy is that of every 32nd token, at well under 1 % of a step
 MASKED_LOGIT = -1e9  # logit of tokens with probability zero; finite, so that 0 * logit is 0
 
 ChunkFormula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmldlm.batch import Batch
+from mmldlm.batch import Batch, PackedLayout
 from mmldlm.config import RunConfig
 from mmldlm.data.manifest import Manifest
 from mmldlm.diffusion.gaussian import GaussianDiffusion
@@ -91,19 +91,20 @@ class CorruptedBatch(Batch):
         return replace(self, noised=self.noised.pin_memory())
 
     def __reduce__(self) -> Any:
-        # One buffer: each tensor that a worker sends takes a file descriptor and a connection.
+        # One buffer: each tensor that a worker sends takes a file descriptor and a connection. What goes to a device
+        # comes first.
         own = {f"batch.{name}": getattr(self, name) for name in ("tokens", "latents", "slots")}
-        packed = PackedTensors.pack({**own, **self.noised.tensors()})
+        packed = PackedTensors.pack({**self.noised.tensors(), **self.noised.on_host, **own})
         return _received, (packed, self.lengths, self.step)
 
 
 def _received(packed: PackedTensors, lengths: tuple[int, ...], step: int) -> CorruptedBatch:
     """Return the micro-batch that a worker has sent."""
     tensors = packed.tensors()
-    latents = tensors["batch.latents"]
-    noised = NoisedBatch.from_packed(packed, lengths, latents.shape[1])
-    own = tensors["batch.tokens"], latents, lengths, noised.sample_ids, tensors["batch.slots"]
-    return CorruptedBatch(*own, step, noised)
+    tokens, latents, slots = (tensors[f"batch.{name}"] for name in ("tokens", "latents", "slots"))
+    on_host = {name: tensors[name] for name in ("counts", "sample_ids")}
+    noised = NoisedBatch.from_packed(packed.before("counts"), PackedLayout(lengths, latents.shape[1]), on_host)
+    return CorruptedBatch(tokens, latents, lengths, noised.sample_ids, slots, step, noised)
 
 
 def corrupt_step(

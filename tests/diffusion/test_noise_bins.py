@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
+from mmldlm.batch import ACCURACY_STRIDE
 from mmldlm.diffusion.loss_stats import noise_bin_names
 from mmldlm.diffusion.masked import Masks
 from mmldlm.diffusion.noise import MODES, Noise, draw_noise, mode_weights
 from mmldlm.diffusion.objective import Objective
-from mmldlm.model.heads import ACCURACY_STRIDE
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 from tests.helpers.small_model import initialize
 from tests.helpers.toy_pairs import MASK, PAD, VOCAB, gaussian, objective, random_pairs

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mmldlm.batch import ACCURACY_STRIDE
 from mmldlm.model.heads import (
-    ACCURACY_STRIDE,
     CHUNK_ROWS,
     GPU_CHUNK_ROWS,
     GPU_VOCAB_MULTIPLE,

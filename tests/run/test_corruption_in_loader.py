@@ -19,7 +19,6 @@ from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch, Objective
 from mmldlm.run.factory import CorruptedBatch, build_objective, corrupt_in_loader, corrupt_step
-from mmldlm.utils.packed_tensors import PackedTensors
 from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.noised_batch import noised_batch
 
@@ -44,12 +43,25 @@ def assert_same(one: NoisedBatch, other: NoisedBatch) -> None:
 @pytest.mark.parametrize("latent_tokens", [1, 3])
 def test_a_packed_batch_is_the_batch(mode: Any, latent_tokens: int) -> None:
     _, noised = noised_batch(mode, latent_tokens)
-    received = NoisedBatch.from_packed(PackedTensors.pack(noised.tensors()), noised.layout.lengths, latent_tokens)
-    assert noised.packed is None and received.packed is not None
-    storages = {tensor.untyped_storage().data_ptr() for tensor in tensors(received).values()}
-    assert storages == {received.packed.buffer.untyped_storage().data_ptr()}
+    received = NoisedBatch.from_packed(noised.packed, noised.layout, noised.on_host)
+    storages = {tensor.untyped_storage().data_ptr() for tensor in received.tensors().values()}
+    assert storages == {noised.packed.buffer.untyped_storage().data_ptr()} and received.packed is noised.packed
     assert_same(received, noised)
-    assert replace(received, positions=noised.positions).packed is None, "the buffer has other positions"
+    other = replace(received, positions=noised.positions.flip(0))
+    assert torch.equal(other.packed.tensors()["positions"], other.positions), "not those of the other buffer"
+
+
+def test_places_of_a_packed_batch_are_those_of_its_shapes() -> None:
+    """What stays on the host has other sizes: its tensors are not in the buffer, also if it came from a worker."""
+    lengths = (1, 3, 4, 4), (3, 3, 3, 3)
+    one, other = (noised_batch("t2l", 3, of)[1] for of in lengths)  # without masked tokens
+    assert one.packed.places == other.packed.places and not one.packed.places.keys() & one.on_host.keys()
+    batch = CorruptedBatch(one.targets, one.noised_latents, lengths[0], one.sample_ids, one.sample_ids, 0, one)
+    receive, arguments = batch.__reduce__()
+    received = receive(*arguments).noised
+    assert received.packed.places == one.packed.places and received.packed.buffer.shape == one.packed.buffer.shape
+    assert received.packed.buffer.untyped_storage().nbytes() > received.packed.buffer.nbytes, "one buffer for all"
+    assert_same(received, one)
 
 
 class Copies(TorchDispatchMode):
@@ -68,9 +80,9 @@ class Copies(TorchDispatchMode):
 def test_one_copy_takes_a_batch_to_the_device(packed: bool) -> None:
     """The meta device stands for a GPU; what the network reads of the layout is there as well."""
     _, noised = noised_batch("joint", 3)
-    received = NoisedBatch.from_packed(PackedTensors.pack(noised.tensors()), noised.layout.lengths, 3)
+    received = NoisedBatch.from_packed(noised.packed, noised.layout, noised.on_host)
     with Copies() as copies:
-        moved = (received if packed else noised).to("meta")
+        moved = (received if packed else replace(noised)).to("meta")
         on_device = tensors(moved)
     assert copies.count == 1
     stays = {"counts", "sample_ids"}
@@ -105,7 +117,7 @@ def test_workers_corrupt_as_the_main_process_does(setup: Setup) -> None:
         assert not any(isinstance(batch, CorruptedBatch) for batch in plain)
         ours, theirs = (corrupt_step(config, objective, step, 16, each) for each in (batches, plain))
         for batch, one, other in zip(batches, ours, theirs, strict=True):
-            assert isinstance(batch, CorruptedBatch) and one is batch.noised and one.packed is not None
+            assert isinstance(batch, CorruptedBatch) and one is batch.noised
             assert_same(one, other)
         for batch, other in zip(batches, plain, strict=True):
             assert all(torch.equal(getattr(batch, name), getattr(other, name)) for name in BATCH_TENSORS)
@@ -143,6 +155,6 @@ def test_what_was_corrupted_for_another_step_is_corrupted_again(setup: Setup) ->
 def test_pinned_batches_reach_a_gpu_unchanged() -> None:
     _, noised = noised_batch("joint", 3)
     pinned = noised.pin_memory()
-    assert pinned.packed is not None and pinned.packed.buffer.is_pinned()
+    assert pinned.packed.buffer.is_pinned()
     moved = pinned.to("cuda")
     assert all(torch.equal(tensor.cpu(), tensors(noised)[name]) for name, tensor in tensors(moved).items())
