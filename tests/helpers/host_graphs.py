@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-T = TypeVar("T")
+Results = tuple[Tensor, ...]
 
 
 class _Recorder(TorchDispatchMode):
@@ -25,51 +25,39 @@ class _Recorder(TorchDispatchMode):
         return out
 
 
-class HostGraph:
-    """As with a CUDA graph, what Python computed is a constant, and tensors are those of the recording's addresses."""
-
-    def __init__(self, function: Callable[[], tuple[Tensor, ...]], kept: list[Tensor]):
-        before = [tensor.clone() for tensor in kept]
-        with _Recorder() as recorder:
-            self.results = function()
-        torch._foreach_copy_(kept, before)  # recording does not execute
-        self.calls = recorder.calls
-
-    @torch.no_grad()
-    def replay(self) -> tuple[Tensor, ...]:
-        for func, args, kwargs, out in self.calls:
-            for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
-                if isinstance(old, Tensor) and old.numel() and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
-        return tuple(result.clone() for result in self.results)
-
-
 class HostGraphs:
-    """Records functions; `gradients` are what they change beside their results.
+    """In place of `CudaGraphs`. What Python computes is a constant of a recording, and tensors are its addresses.
 
     Attributes:
-        counts: Ordinary calls, recordings and replays.
-        fails: Raise as CUDA does when an operation may not be recorded.
+        kept: Returns the tensors that recorded functions change, for recording does not execute.
+        counts: Numbers of ordinary passes, recordings and replays.
+        fails: Whether recording raises, as CUDA does where an operation must not be recorded.
     """
 
-    def __init__(self, gradients: Callable[[], list[Tensor]]):
-        self.gradients, self.fails = gradients, False
+    def __init__(self, kept: Callable[[], list[Tensor]]):
+        self.kept, self.fails = kept, False
         self.counts = {"run": 0, "recorded": 0, "replayed": 0}
 
-    def run(self, function: Callable[[], T]) -> T:
+    def run(self, function: Callable[[], Results]) -> Results:
         self.counts["run"] += 1
         return function()
 
-    def record(self, function: Callable[[], tuple[Tensor, ...]]) -> HostGraph:
+    def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
         if self.fails:
-            raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
+            raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore lines")
         self.counts["recorded"] += 1
-        graph = HostGraph(function, self.gradients())
-        replay = graph.replay
+        before = [tensor.clone() for tensor in self.kept()]
+        with _Recorder() as recorder:
+            results = function()
+        torch._foreach_copy_(self.kept(), before)
 
-        def counted() -> tuple[Tensor, ...]:
+        @torch.no_grad()
+        def replay() -> Results:
             self.counts["replayed"] += 1
-            return replay()
+            for func, args, kwargs, out in recorder.calls:
+                for old, new in zip(tree_leaves(out), tree_leaves(func(*args, **kwargs)), strict=True):
+                    if isinstance(old, Tensor) and old.numel() and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+            return tuple(result.clone() for result in results)
 
-        graph.replay = counted  # type: ignore[method-assign]
-        return graph
+        return replay
