@@ -20,11 +20,12 @@ import torch
 
 from benchmarks.common.report import RESULTS, circumstances, markdown, plain_parser, print_status, write_json
 from mmldlm.data.encoders import LatentEncoder
+from mmldlm.diffusion.candidates import TextRequest, generate_best
 from mmldlm.diffusion.noise import SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.evaluation.l2t import reencoding_metrics, reference_metrics
 from mmldlm.run.load import LoadedRun, load_run
-from mmldlm.run.texts import generate_texts
+from mmldlm.run.texts import fit_of
 
 BUDGETS = (1, 4, 16, 64)
 STEPS = (2, 5)  # times the run's own, which at its lengths take about as many passes as the two largest budgets
@@ -46,10 +47,12 @@ def measure(run: LoadedRun, sampling: SamplingConfig, limit: int | None = None) 
     split = run.store.split("test")
     flat, lengths, raw = split.gather(np.arange(len(split))[:limit])
     documents = [part.tolist() for part in np.split(flat, lengths.cumsum()[:-1])]
-    latents, tokens, passes = torch.from_numpy(run.store.standardize(raw)), [], 0
+    latents, tokens, passes = torch.from_numpy(run.store.standardize(raw)).to(run.device), [], 0
+    sampler, fit = run.sampler(sampling), fit_of(run, sampling.search)
     started = time.process_time()
     for rows in torch.arange(len(latents)).split(BATCH):
-        made = generate_texts(run, sampling, SampleStreams(0, 0, rows), latents[rows], by_encoder=True)
+        request = TextRequest(latents[rows], run.store.manifest.max_length)
+        made = generate_best(sampler, SampleStreams(0, 0, rows), request, fit)
         tokens += made.split()
         passes += made.passes
     cpu_s = time.process_time() - started

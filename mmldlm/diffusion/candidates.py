@@ -10,23 +10,13 @@ channels, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mmldlm.diffusion.gaussian import GaussianDiffusion
-from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import RandomSource, SampleStreams
-from mmldlm.diffusion.objective import Network
-from mmldlm.diffusion.sampling import (
-    Generation,
-    SamplingConfig,
-    generate,
-    length_probabilities,
-    median_lengths,
-)
+from mmldlm.diffusion.sampling import Generation, Sampler, length_probabilities, median_lengths
 from mmldlm.diffusion.search import search
 
 UNLIKELY = 0.01  # of the most likely length's probability: such a length is kept where nothing else is left
@@ -34,40 +24,45 @@ UNLIKELY = 0.01  # of the most likely length's probability: such a length is kep
 Fit = Callable[[list[list[int]], Tensor], Tensor]
 
 
-def generate_best(
-    model: Network,
-    text: MaskedDiffusion,
-    latent: GaussianDiffusion,
-    config: SamplingConfig,
-    generator: RandomSource,
-    latents: Tensor,
-    max_length: int,
-    count: int = 1,
-    lengths: Sequence[int] | None = None,
-    fit: Fit | None = None,
-    words: Tensor | None = None,
-    template: Sequence[int] | None = None,
-    every_step: bool = False,
-    prefixes: Sequence[Sequence[int]] | None = None,
-) -> Generation:
-    """Generate `count` texts of each of n latents, best first and all different if there are enough different ones.
+@dataclass(frozen=True)
+class TextRequest:
+    """Texts to generate from n latents.
 
-    Candidates are `config.tried_lengths` times as many. Where no temperature is set, one text of a latent takes the
-    most likely tokens, and several are drawn. Under `config.search`, which needs `fit`, one text is improved
-    afterwards, unless its length is given; its `log_p` is NaN then.
-
-    Args:
+    Attributes:
         latents: [n, M, C], on the device.
         max_length: Tokens of the longest text.
+        count: Texts of each latent.
         lengths: Tokens of the texts of each latent; None: around the median of the length head.
-        fit: By default, and where it gives no number for any candidate of a latent, the likelihood of its tokens.
-        words, every_step: See `generate`.
         template: Text to infill, in which only [MASK] is generated.
-        prefixes: Of each latent, see `generate`.
+        prefixes: Of each latent, see `Sampler.generate`.
     """
+
+    latents: Tensor
+    max_length: int
+    count: int = 1
+    lengths: Sequence[int] | None = None
+    template: Sequence[int] | None = None
+    prefixes: Sequence[Sequence[int]] | None = None
+
+
+def generate_best(
+    sampler: Sampler, generator: RandomSource, request: TextRequest, fit: Fit | None = None
+) -> Generation:
+    """Generate the texts of a request, those of a latent best first and all different if there are enough.
+
+    Candidates are `config.tried_lengths` times as many. Where no temperature is set, one text of a latent takes the
+    most likely tokens, and several are drawn. Under `config.search`, which needs `fit`, one text of a latent is
+    improved afterwards, unless its length is given; its `log_p` is NaN then.
+
+    Args:
+        fit: By default, and where it gives no number for any candidate of a latent, the likelihood of its tokens.
+    """
+    latents, count, lengths, max_length = request.latents, request.count, request.lengths, request.max_length
+    mask_id, config = sampler.text.mask_id, sampler.config
     config = replace(config, temperature=config.resolve_temperature("l2t", latents.shape[1], count))
+    sampler = replace(sampler, config=config)
     if lengths is None:
-        p = length_probabilities(model, text.mask_id, latents, 0.0)
+        p = length_probabilities(sampler.model, mask_id, latents, 0.0)
         tried = lengths_around(median_lengths(p), min(config.tried_lengths, config.search or max_length), max_length)
         unlikely = p.gather(1, tried - 1) < UNLIKELY * p.amax(1, keepdim=True)
         unlikely[:, 0] = False
@@ -80,14 +75,13 @@ def generate_best(
     per_latent = draws * tried.shape[1]
     streams = generator.repeat(per_latent) if isinstance(generator, SampleStreams) else generator
     repeated = latents.repeat_interleave(per_latent, 0)
-    prefixes = prefixes or [()] * len(latents)
+    prefixes = request.prefixes or [()] * len(latents)
     start = [
-        [*prefix, *(template or [text.mask_id] * length)]
+        [*prefix, *(request.template or [mask_id] * length)]
         for prefix, each in zip(prefixes, tried.repeat(1, draws).tolist(), strict=True)
         for length in each
     ]
-    fill_in = partial(generate, model, text, latent, "l2t", config, words=words, every_step=every_step)
-    made = fill_in(streams, repeated, start)
+    made = sampler.generate("l2t", streams, repeated, start)
     if per_latent > 1:
         scores = made.log_p.view(-1, per_latent)
         if fit is not None:
@@ -103,7 +97,7 @@ def generate_best(
     def fill_templates(templates: list[list[int]], numbers: Sequence[int], source: RandomSource) -> list[list[int]]:
         nonlocal passes
         whole = [[*prefixes[number], *each] for number, each in zip(numbers, templates, strict=True)]
-        filled = fill_in(source, latents[list(numbers)], whole)
+        filled = sampler.generate("l2t", source, latents[list(numbers)], whole)
         passes += filled.passes
         return filled.split()
 
@@ -113,10 +107,10 @@ def generate_best(
         budget,
         lambda tokens, numbers: fits(tokens, latents[list(numbers)]),
         fill_templates,
-        text.mask_id,
+        mask_id,
         max_length,
         generator,
-        every_step,
+        sampler.every_step,
     )
     changed = torch.tensor([one != other for one, other in zip(before, found, strict=True)])
     log_p = made.log_p.masked_fill(changed, torch.nan)

@@ -161,144 +161,137 @@ class Generation:
         return [part.tolist() for part in self.tokens.split(self.lengths)]
 
 
-@torch.no_grad()
-def generate(
-    model: Network,
-    text: MaskedDiffusion,
-    latent: GaussianDiffusion,
-    mode: Mode,
-    config: SamplingConfig,
-    generator: RandomSource,
-    latents: Tensor,
-    start: Sequence[Sequence[int]],
-    on_step: OnStep | None = None,
-    words: Tensor | None = None,
-    every_step: bool = False,
-) -> Generation:
-    """Generate B samples, in which all tokens stay as they are but [MASK].
+@dataclass(frozen=True)
+class Sampler:
+    """A trained network with its two processes, and how to generate with it.
 
-    Args:
-        generator: A generator on the host, or one stream per sample; a seed gives the same numbers for any device.
-        latents: [B, M, C], the condition in l2t. In other modes only its shape and device matter.
-        start: Tokens of each sample: perhaps a prefix, which is a condition in every mode and is not returned, then a
-            text. Where it is generated, it has [MASK], in each sample at least once.
-        on_step: Called at the start, and after each step that generates text.
+    Attributes:
         words: bool [V], tokens that are words; under `doubled_words: avoid` none is placed next to itself.
+        on_step: Called at the start, and after each step that generates text.
         every_step: Run the network also in steps that need no prediction, where other ranks may need one.
     """
-    assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
-    tokens = torch.tensor([token for sample in start for token in sample])
-    layout = PackedLayout(tuple(map(len, start)), latents.shape[1])
-    is_text, text_lengths = text.find_texts(tokens, layout)
-    lengths, texts = tuple(text_lengths.tolist()), is_text.nonzero().squeeze(1)
-    if on_step is not None:
-        on_step(tokens[texts], lengths, 1.0)
-    given_text = config.of_t2l(latent.prediction_type)
-    stages: list[tuple[Mode, SamplingConfig]] = [(mode, given_text if mode == "t2l" else config)]
-    if mode == "joint" and config.joint_order == "latents_first":
-        decoding = config.resolve_decoding("joint", latents.shape[1])
-        temperature = config.resolve_temperature("joint", latents.shape[1])
-        stages = [("t2l", config), ("l2t", replace(config, decoding=decoding, temperature=temperature))]
-        stages += [("t2l", given_text)] if config.joint_latents == "of_text" else []
-    words = words if config.doubled_words == "avoid" else None
-    log_p, passes = torch.full((len(start),), math.nan, dtype=torch.float64), 0
-    for stage, settings in stages:
-        tokens, latents, of_stage, more = _reverse(
-            model, text, latent, stage, settings, generator, latents, tokens, layout, texts, on_step, words, every_step
-        )
-        log_p, passes = log_p if of_stage is None else of_stage, passes + more
-    return Generation(tokens[texts], lengths, latents.float().cpu(), log_p, passes)
 
+    model: Network
+    text: MaskedDiffusion
+    latent: GaussianDiffusion
+    config: SamplingConfig
+    words: Tensor | None = None
+    on_step: OnStep | None = None
+    every_step: bool = False
 
-def _reverse(
-    model: Network,
-    text: MaskedDiffusion,
-    latent: GaussianDiffusion,
-    mode: Mode,
-    config: SamplingConfig,
-    generator: RandomSource,
-    latents: Tensor,
-    tokens: Tensor,
-    layout: PackedLayout,
-    texts: Tensor,
-    on_step: OnStep | None,
-    words: Tensor | None,
-    every_step: bool,
-) -> tuple[Tensor, Tensor, Tensor | None, int]:
-    """Run one reverse process of `generate`; `tokens`, `layout` and `texts`, the places of texts, are on the host.
+    @torch.no_grad()
+    def generate(
+        self, mode: Mode, generator: RandomSource, latents: Tensor, start: Sequence[Sequence[int]]
+    ) -> Generation:
+        """Generate B samples, in which all tokens stay as they are but [MASK].
 
-    Returns:
-        Tokens on the host, latents [B, M, C], and where texts are generated their `log_p` [B] on the host; passes.
-    """
-    device, batch = latents.device, latents.shape[0]
-    is_masked = tokens == text.mask_id
-    counts = tuple(int(part.sum()) for part in is_masked.split(layout.lengths))
-    lengths = layout.sample_of_token[texts].bincount(minlength=batch)
-    text_lengths = tuple(lengths.tolist())
-    # The network gets the time at which training masks as many tokens of a text. (The optimal prediction depends only
-    # on which tokens are masked, not on the time: RADD, arXiv 2406.03736, theorem 1. But this network was trained with
-    # matching times.)
-    fraction = (torch.tensor(counts) / lengths).to(device)
-    layout, x, texts = layout.to(device), tokens.to(device), texts.to(device)
-    grid = torch.linspace(1, 0, config.steps + 1).tolist()
-    # Drawn in every mode: the start of generated latents, or the null condition of l2t under guidance.
-    noise = draw_normal(generator, latents.shape).to(device)
-    generates_text, generates_latent = mode != "t2l", mode != "l2t"
-    z = latent.prior(noise) if generates_latent else latents
-    temperature = config.resolve_temperature(mode, latents.shape[1])
-    if generates_text:  # the reverse steps treat the masked tokens as separate texts
-        places, masked = is_masked.nonzero().squeeze(1).to(device), PackedLayout(counts, latents.shape[1], device)
-        uniforms = draw_uniform(generator, config.steps, counts)
-        decoder = (
-            ConfidenceDecoder(text, grid, uniforms, masked)
-            if config.resolve_decoding(mode, latents.shape[1]) == "confidence"
-            else AncestralDecoder(text, grid, uniforms, config.remask, device)
-        )
-        log_p = torch.zeros(len(places), dtype=torch.float64, device=device)
-    all_masked = x.index_fill(0, texts, text.mask_id)
+        Args:
+            generator: A generator on the host, or one stream per sample; a seed gives the same numbers for any device.
+            latents: [B, M, C], the condition in l2t. In other modes only its shape and device matter.
+            start: Tokens of each sample: perhaps a prefix, which is a condition in every mode and is not returned, then
+                a text. Where it is generated, it has [MASK], in each sample at least once.
+        """
+        config, text = self.config, self.text
+        assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
+        tokens = torch.tensor([token for sample in start for token in sample])
+        layout = PackedLayout(tuple(map(len, start)), latents.shape[1])
+        is_text, text_lengths = text.find_texts(tokens, layout)
+        lengths, texts = tuple(text_lengths.tolist()), is_text.nonzero().squeeze(1)
+        if self.on_step is not None:
+            self.on_step(tokens[texts], lengths, 1.0)
+        given_text = config.of_t2l(self.latent.prediction_type)
+        stages: list[tuple[Mode, SamplingConfig]] = [(mode, given_text if mode == "t2l" else config)]
+        if mode == "joint" and config.joint_order == "latents_first":
+            decoding = config.resolve_decoding("joint", latents.shape[1])
+            temperature = config.resolve_temperature("joint", latents.shape[1])
+            stages = [("t2l", config), ("l2t", replace(config, decoding=decoding, temperature=temperature))]
+            stages += [("t2l", given_text)] if config.joint_latents == "of_text" else []
+        log_p, passes = torch.full((len(start),), math.nan, dtype=torch.float64), 0
+        for stage, settings in stages:
+            sampler = replace(self, config=settings)
+            tokens, latents, of_stage, more = sampler._reverse(stage, generator, latents, tokens, layout, texts)
+            log_p, passes = log_p if of_stage is None else of_stage, passes + more
+        return Generation(tokens[texts], lengths, latents.float().cpu(), log_p, passes)
 
-    def times(value: float) -> Tensor:
-        return torch.full((batch,), value, device=device)
+    def _reverse(
+        self, mode: Mode, generator: RandomSource, latents: Tensor, tokens: Tensor, layout: PackedLayout, texts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """Run one reverse process of `generate`; `tokens`, `layout` and `texts`, the places of texts, are on the host.
 
-    passes = 0
-    # No step waits for the device, and none exchanges data with it.
-    for step, (t, s) in enumerate(pairwise(grid)):
-        positions = x.new_empty(0)
-        if generates_text:
-            # Only tokens to generate take the reverse step: the rest of a template never changes.
-            before = x[places]
-            rows = decoder.rows(step, before)
-            positions = places[rows]
-        t_text, t_latent = t * fraction if generates_text else fraction, times(t if generates_latent else 0.0)
-        drawn, confidence = positions, z.new_empty(0)  # of no position, unless the network runs
-        if generates_latent or len(positions) or every_step:  # otherwise the prediction is not used
-            logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
-            passes += batch * (1 + (config.guidance != 1))
-            # The null condition is t = 1 of the given modality: noise as latents, or only [MASK] as text.
-            if config.guidance != 1:
-                if mode == "l2t":
-                    unconditional, *_ = model(x, noise, t_text, times(1.0), layout, positions, None)
-                    logits = unconditional + config.guidance * (logits - unconditional)
-                else:
-                    _, unconditional, *_ = model(all_masked, z, times(1.0), t_latent, layout, positions, None)
-                    latent_pred = latent.guide(latent_pred, unconditional, times(t), config.guidance)
-            if generates_latent:
-                z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
+        Returns:
+            Tokens on the host, latents [B, M, C], and where texts are generated their `log_p` [B] on the host; passes.
+        """
+        model, text, latent, config = self.model, self.text, self.latent, self.config
+        words = self.words if config.doubled_words == "avoid" else None
+        device, batch = latents.device, latents.shape[0]
+        is_masked = tokens == text.mask_id
+        counts = tuple(int(part.sum()) for part in is_masked.split(layout.lengths))
+        lengths = layout.sample_of_token[texts].bincount(minlength=batch)
+        text_lengths = tuple(lengths.tolist())
+        # The network gets the time at which training masks as many tokens of a text. (The optimal prediction depends
+        # only on which tokens are masked, not on the time: RADD, arXiv 2406.03736, theorem 1. But this network was
+        # trained with matching times.)
+        fraction = (torch.tensor(counts) / lengths).to(device)
+        layout, x, texts = layout.to(device), tokens.to(device), texts.to(device)
+        grid = torch.linspace(1, 0, config.steps + 1).tolist()
+        # Drawn in every mode: the start of generated latents, or the null condition of l2t under guidance.
+        noise = draw_normal(generator, latents.shape).to(device)
+        generates_text, generates_latent = mode != "t2l", mode != "l2t"
+        z = latent.prior(noise) if generates_latent else latents
+        temperature = config.resolve_temperature(mode, latents.shape[1])
+        if generates_text:  # the reverse steps treat the masked tokens as separate texts
+            places, masked = is_masked.nonzero().squeeze(1).to(device), PackedLayout(counts, latents.shape[1], device)
+            uniforms = draw_uniform(generator, config.steps, counts)
+            decoder = (
+                ConfidenceDecoder(text, grid, uniforms, masked)
+                if config.resolve_decoding(mode, latents.shape[1]) == "confidence"
+                else AncestralDecoder(text, grid, uniforms, config.remask, device)
+            )
+            log_p = torch.zeros(len(places), dtype=torch.float64, device=device)
+        all_masked = x.index_fill(0, texts, text.mask_id)
+
+        def times(value: float) -> Tensor:
+            return torch.full((batch,), value, device=device)
+
+        passes = 0
+        # No step waits for the device, and none exchanges data with it.
+        for step, (t, s) in enumerate(pairwise(grid)):
+            positions = x.new_empty(0)
             if generates_text:
-                if words is not None:
-                    logits = without_neighbors(logits, x, positions, layout, words)
-                drawn, confidence = draw_tokens(logits, decoder.uniforms[step], temperature, config.top_p)
-                log_p = log_p.index_copy(0, rows, confidence)  # the last one of a position is that of its token
-                if words is not None:
-                    confidence = hold_back_doubles(confidence, drawn, positions, layout, words)
-        if generates_text:
-            x = x.index_copy(0, places, decoder.update(step, before, rows, drawn, confidence))
-            if on_step is not None:
-                on_step(x[texts], text_lengths, s)
-    if not generates_text:
-        return tokens, z, None, passes
-    sums = torch.zeros(batch, dtype=torch.float64, device=device).index_add(0, masked.sample_of_token, log_p)
-    return x.cpu(), z, (sums / torch.tensor(counts, device=device)).cpu(), passes
+                # Only tokens to generate take the reverse step: the rest of a template never changes.
+                before = x[places]
+                rows = decoder.rows(step, before)
+                positions = places[rows]
+            t_text, t_latent = t * fraction if generates_text else fraction, times(t if generates_latent else 0.0)
+            drawn, confidence = positions, z.new_empty(0)  # of no position, unless the network runs
+            if generates_latent or len(positions) or self.every_step:  # otherwise the prediction is not used
+                logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
+                passes += batch * (1 + (config.guidance != 1))
+                # The null condition is t = 1 of the given modality: noise as latents, or only [MASK] as text.
+                if config.guidance != 1:
+                    if mode == "l2t":
+                        unconditional, *_ = model(x, noise, t_text, times(1.0), layout, positions, None)
+                        logits = unconditional + config.guidance * (logits - unconditional)
+                    else:
+                        _, unconditional, *_ = model(all_masked, z, times(1.0), t_latent, layout, positions, None)
+                        latent_pred = latent.guide(latent_pred, unconditional, times(t), config.guidance)
+                if generates_latent:
+                    z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
+                if generates_text:
+                    if words is not None:
+                        logits = without_neighbors(logits, x, positions, layout, words)
+                    drawn, confidence = draw_tokens(logits, decoder.uniforms[step], temperature, config.top_p)
+                    log_p = log_p.index_copy(0, rows, confidence)  # the last one of a position is that of its token
+                    if words is not None:
+                        confidence = hold_back_doubles(confidence, drawn, positions, layout, words)
+            if generates_text:
+                x = x.index_copy(0, places, decoder.update(step, before, rows, drawn, confidence))
+                if self.on_step is not None:
+                    self.on_step(x[texts], text_lengths, s)
+        if not generates_text:
+            return tokens, z, None, passes
+        sums = torch.zeros(batch, dtype=torch.float64, device=device).index_add(0, masked.sample_of_token, log_p)
+        return x.cpu(), z, (sums / torch.tensor(counts, device=device)).cpu(), passes
 
 
 @torch.no_grad()

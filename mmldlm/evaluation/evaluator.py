@@ -21,12 +21,13 @@ from mmldlm.data.loader import collate
 from mmldlm.data.nearest import TextIndex, draw_samples
 from mmldlm.data.store import Split, Store
 from mmldlm.data.verify import drop_bad_samples
+from mmldlm.diffusion.candidates import TextRequest, generate_best
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
-from mmldlm.diffusion.sampling import SamplingConfig, generate
+from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.errors import DataError
 from mmldlm.run.load import LoadedRun
-from mmldlm.run.texts import generate_texts
+from mmldlm.run.texts import fit_of
 from mmldlm.utils.progress import Progress
 
 ENCODER_BATCH_SIZE = 64  # texts
@@ -208,18 +209,18 @@ class Evaluation:
         # float64 holds every token id and length exactly, so that one sum over the ranks can merge them.
         longest = run.store.manifest.max_length if own_length else lengths.max()
         texts, passes = np.zeros((count, 1 + longest)), 0.0
+        sampler = run.sampler(sampling, every_step=self._every_step)
+        fit = fit_of(run, sampling.search) if own_length and self.chooses else None
         for counted, slots in self._track(self._local_slots(lengths)):
             streams, rows = SampleStreams(self.config.seed, MODES.index(mode), torch.from_numpy(slots)), slots.tolist()
             given, heads = torch.from_numpy(given_latents[slots]), [prefixes[row] for row in rows]
             if own_length:
-                generation = generate_texts(
-                    run, sampling, streams, given, self.chooses, every_step=self._every_step, prefixes=heads
-                )
+                request = TextRequest(given.to(run.device), run.store.manifest.max_length, prefixes=heads)
+                generation = generate_best(sampler, streams, request, fit)
             else:
                 own = [given_tokens[row] if mode == "t2l" else [text.mask_id] * len(given_tokens[row]) for row in rows]
                 start = [[*head, *tokens] for head, tokens in zip(heads, own, strict=True)]
-                fixed = run.model, text, run.objective.latent, mode, sampling, streams, given.to(run.device)
-                generation = generate(*fixed, start, words=run.words, every_step=self._every_step)
+                generation = sampler.generate(mode, streams, given.to(run.device), start)
             if not counted:
                 continue
             passes += generation.passes

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmldlm.diffusion.candidates import TextRequest, generate_best
 from mmldlm.diffusion.noise import MODES, Mode, RandomSource, SampleStreams, draw_normal
 from mmldlm.diffusion.sampling import (
     GUIDANCE_NEEDS,
     Generation,
     SamplingConfig,
     draw_lengths,
-    generate,
     length_probabilities,
     median_lengths,
 )
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
-from mmldlm.run.texts import generate_texts
+from mmldlm.run.texts import fit_of
 from mmldlm.settings.successors import notice
 
 MIN_SINE = 1e-4  # of the angle between two directions: below it, arc and chord cannot be distinguished
@@ -89,8 +89,8 @@ def sample(
         each = [head for head in heads for _ in range(count)]
         start = [[*head, *[manifest.mask_id] * number] for head, number in zip(each, drawn, strict=True)]
         return generate_and_decode(run, mode, config, generator, latents, start)
-    made = generate_texts(run, config, generator, latents, True, count, lengths or None, template, prefixes=heads)
-    return decoded(run, made)
+    request = TextRequest(latents.to(run.device), manifest.max_length, count, lengths or None, template, heads)
+    return decoded(run, generate_best(run.sampler(config), generator, request, fit_of(run, config.search)))
 
 
 def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
@@ -157,8 +157,7 @@ def generate_and_decode(
     start: Sequence[Sequence[int]],
 ) -> tuple[Generation, list[str]]:
     """Call `generate` with standardized `latents` [B, M, C] on the host, and decode the result as `sample` does."""
-    fixed = run.model, run.objective.text, run.objective.latent, mode, config, generator
-    return decoded(run, generate(*fixed, latents.to(run.device), start, words=run.words))
+    return decoded(run, run.sampler(config).generate(mode, generator, latents.to(run.device), start))
 
 
 def decoded(run: LoadedRun, made: Generation) -> tuple[Generation, list[str]]:

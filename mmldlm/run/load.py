@@ -30,6 +30,7 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.objective import Network, Objective
+from mmldlm.diffusion.sampling import Sampler, SamplingConfig
 from mmldlm.errors import ConfigError, DataError, MmldlmError, UsageError
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
 from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema
@@ -88,6 +89,12 @@ class LoadedRun:
         except MmldlmError as error:
             print(printable(f"texts are chosen by their likelihood, without the encoder: {error}"), file=sys.stderr)
             return None
+
+    def sampler(self, config: SamplingConfig, every_step: bool = False) -> Sampler:
+        """Return the network with how to generate with it."""
+        return Sampler(
+            self.model, self.objective.text, self.objective.latent, config, self.words, every_step=every_step
+        )
 
     def __str__(self) -> str:
         return f"step {self.step}, {WEIGHTS_LABELS[self.weights]}"

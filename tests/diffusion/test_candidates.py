@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import PackedLayout
-from mmldlm.diffusion.candidates import generate_best, lengths_around
+from mmldlm.diffusion.candidates import Fit, TextRequest, generate_best, lengths_around
 from mmldlm.diffusion.decoding import hold_back_doubles, without_neighbors
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import SampleStreams
-from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
+from mmldlm.diffusion.sampling import Generation, Sampler, SamplingConfig
 from tests.helpers.toy_pairs import MASK, VOCAB, WORDS, blanks, gaussian
 
 pytestmark = pytest.mark.quick
@@ -54,10 +54,16 @@ def random_logits() -> Tensor:
     return logits
 
 
-def best(config: SamplingConfig, network: Network | None = None, **options: object) -> Generation:
+def best(
+    config: SamplingConfig,
+    network: Network | None = None,
+    fit: Fit | None = None,
+    every_step: bool = False,
+    **request: Any,
+) -> Generation:
     streams = SampleStreams(0, 0, torch.arange(len(LATENTS)))
-    given = network or Network(random_logits()), TEXT, LATENT, config, streams, LATENTS, LONGEST
-    return generate_best(*given, **options)  # type: ignore[arg-type]
+    sampler = Sampler(network or Network(random_logits()), TEXT, LATENT, config, every_step=every_step)
+    return generate_best(sampler, streams, TextRequest(LATENTS, LONGEST, **request), fit)
 
 
 @pytest.mark.setting("sampling.tried_lengths")
@@ -137,7 +143,9 @@ def test_no_word_stands_next_to_itself(decoding: str) -> None:
         config = SamplingConfig(64, temperature=0.0, decoding=decoding, doubled_words=doubled_words)  # type: ignore[arg-type]
         streams = SampleStreams(0, 0, torch.arange(3))
         start = blanks((7, 1, 8))
-        return generate(Network(logits), TEXT, LATENT, "l2t", config, streams, LATENTS, start, words=words).split()
+        return (
+            Sampler(Network(logits), TEXT, LATENT, config, words=words).generate("l2t", streams, LATENTS, start).split()
+        )
 
     assert written("allow", IS_WORD) == [[3] * 7, [3], [3] * 8]
     for text in written("avoid", IS_WORD):
@@ -163,7 +171,11 @@ def test_words_of_one_step_are_no_neighbors() -> None:
     def written(doubled_words: str) -> list[list[int]]:
         config = SamplingConfig(2, temperature=0.0, decoding="confidence", doubled_words=doubled_words)  # type: ignore[arg-type]
         streams = SampleStreams(0, 0, torch.arange(1))
-        return generate(network, TEXT, LATENT, "l2t", config, streams, LATENTS[:1], blanks((4,)), words=IS_WORD).split()
+        return (
+            Sampler(network, TEXT, LATENT, config, words=IS_WORD)
+            .generate("l2t", streams, LATENTS[:1], blanks((4,)))
+            .split()
+        )
 
     assert written("allow") == [[20, 3, 3, 5]] and written("avoid") == [[20, 4, 3, 5]]
 

@@ -17,7 +17,7 @@ from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.decoding import AncestralDecoder, ConfidenceDecoder, draw_tokens, token_probabilities
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode, SampleStreams
-from mmldlm.diffusion.sampling import SamplingConfig, generate
+from mmldlm.diffusion.sampling import Sampler, SamplingConfig
 from mmldlm.model.attention import Backend
 from mmldlm.model.heads import MASKED_LOGIT
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
@@ -150,7 +150,7 @@ def test_no_forward_pass_in_steps_that_unmask_nothing() -> None:
         return torch.zeros(len(rest[2]), WORDS), latents
 
     config = SamplingConfig(steps=32, decoding="confidence")
-    made = generate(model, TEXT, LATENT, "l2t", config, seeded(), torch.zeros(2, 1, 16), blanks(lengths))  # type: ignore[arg-type]
+    made = Sampler(model, TEXT, LATENT, config).generate("l2t", seeded(), torch.zeros(2, 1, 16), blanks(lengths))  # type: ignore[arg-type]
     assert not (made.tokens == MASK).any()
     # After the step to s, round(3 s) and round(2 s) are masked: both numbers change at four different s.
     assert len(asked) == 5
@@ -182,7 +182,7 @@ def texts_of(slots: list[int], mode: Mode, config: SamplingConfig, seed: int = 3
     lengths = tuple(4 + 5 * slot for slot in slots)
     latents = torch.randn(8, 1, 16, generator=seeded())[slots]
     streams = SampleStreams(seed, 0, torch.tensor(slots))
-    made = generate(self_contained, TEXT, LATENT, mode, config, streams, latents, blanks(lengths))  # type: ignore[arg-type]
+    made = Sampler(self_contained, TEXT, LATENT, config).generate(mode, streams, latents, blanks(lengths))  # type: ignore[arg-type]
     return dict(zip(slots, made.split(), strict=True))
 
 
@@ -234,7 +234,7 @@ def test_no_step_waits_for_the_device(
 
     latents, streams = torch.empty(3, 1, 16, device="meta"), SampleStreams(0, 0, torch.arange(3))
     with pytest.raises(Finished), exchanges:
-        generate(model, TEXT, LATENT, mode, config, streams, latents, blanks((9, 4, 40)), on_step=on_step)
+        Sampler(model, TEXT, LATENT, config, on_step=on_step).generate(mode, streams, latents, blanks((9, 4, 40)))
     # The index tensors of a layout are copied when they are first used.
     assert len(counts) == 1 + config.steps and counts[1] == counts[-1] > 0
 
@@ -252,7 +252,9 @@ def test_no_step_synchronizes_a_gpu(config: SamplingConfig) -> None:
 
     streams, latents = SampleStreams(0, 0, torch.arange(3)), torch.zeros(3, 1, 16, device="cuda")
     try:
-        made = generate(model, TEXT, LATENT, "joint", config, streams, latents, blanks((9, 4, 40)), on_step=on_step)
+        made = Sampler(model, TEXT, LATENT, config, on_step=on_step).generate(
+            "joint", streams, latents, blanks((9, 4, 40))
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not (made.tokens == MASK).any()

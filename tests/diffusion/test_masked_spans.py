@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from mmldlm.diffusion.masked import MaskedDiffusion
-from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
+from mmldlm.diffusion.sampling import Generation, Sampler, SamplingConfig
 from tests.helpers.toy_pairs import MASK, VOCAB, WORDS, PerfectDenoiser, gaussian, random_pairs, texts_of
 
 pytestmark = pytest.mark.quick
@@ -48,7 +48,7 @@ class Guesser:
 def written(model: object, config: SamplingConfig, kept: torch.Tensor = KEPT, **more: object) -> Generation:
     generator = torch.Generator().manual_seed(0)
     start = texts_of(replace(PAIRS, tokens=kept))
-    return generate(model, TEXT, LATENT, "l2t", config, generator, PAIRS.latents, start, **more)  # type: ignore[arg-type]
+    return Sampler(model, TEXT, LATENT, config, **more).generate("l2t", generator, PAIRS.latents, start)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -109,5 +109,7 @@ def test_context_determines_the_generated_tokens() -> None:
         return known * (before != MASK)[:, None] + F.one_hot(torch.tensor(5), VOCAB), latents, None
 
     start = [[10, 11, 12, 13, MASK, *range(15, 22)]]
-    made = generate(echo, TEXT, LATENT, "l2t", SamplingConfig(steps=3), torch.Generator(), PAIRS.latents[:1], start)
+    made = Sampler(echo, TEXT, LATENT, SamplingConfig(steps=3)).generate(
+        "l2t", torch.Generator(), PAIRS.latents[:1], start
+    )
     assert made.tokens.tolist() == [10, 11, 12, 13, 13, *range(15, 22)]

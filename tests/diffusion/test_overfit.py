@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from mmldlm.diffusion.gaussian import LatentConfig, LatentLoss, LatentSampler, PredictionType
 from mmldlm.diffusion.noise import Mode, Noise, draw_noise, mode_weights
 from mmldlm.diffusion.objective import Objective
-from mmldlm.diffusion.sampling import Generation, SamplingConfig, generate
+from mmldlm.diffusion.sampling import Generation, Sampler, SamplingConfig
 from mmldlm.diffusion.schedule import Process
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 from tests.helpers.small_model import initialize
@@ -87,7 +87,7 @@ def memorize(process: Process, prediction: PredictionType, loss: LatentLoss) -> 
         generator = torch.Generator().manual_seed(1)
         latents = PAIRS.latents if mode == "l2t" else torch.zeros_like(PAIRS.latents)
         start = texts_of(PAIRS) if mode == "t2l" else blanks(PAIRS.lengths)
-        return generate(model, total.text, latent, mode, config, generator, latents, start)
+        return Sampler(model, total.text, latent, config).generate(mode, generator, latents, start)
 
     accuracy = (sample("l2t", SamplingConfig(8, temperature=0.0)).tokens == PAIRS.tokens).float().mean()
     cosines = {}

@@ -15,9 +15,9 @@ from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode
 from mmldlm.diffusion.sampling import (
     Generation,
+    Sampler,
     SamplingConfig,
     draw_lengths,
-    generate,
     length_probabilities,
     median_lengths,
 )
@@ -39,7 +39,7 @@ def recovered(latent: GaussianDiffusion, mode: Mode, config: SamplingConfig) -> 
     denoiser = PerfectDenoiser(PAIRS, latent, any_magnitude=latent.loss_kind == "cosine")
     condition = PAIRS.latents if mode == "l2t" else torch.zeros_like(PAIRS.latents)
     start = texts_of(PAIRS) if mode == "t2l" else blanks(PAIRS.lengths)
-    return generate(denoiser, TEXT, latent, mode, config, seeded(), condition, start)
+    return Sampler(denoiser, TEXT, latent, config).generate(mode, seeded(), condition, start)
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "euler"])
@@ -98,7 +98,7 @@ def test_forward_passes_only_in_steps_that_unmask(remask: float) -> None:
         return PerfectDenoiser(PAIRS, latent)(*arguments)
 
     config = SamplingConfig(steps=200, decoding="ancestral", remask=remask)
-    made = generate(denoiser, TEXT, latent, "l2t", config, seeded(), PAIRS.latents, blanks(PAIRS.lengths))
+    made = Sampler(denoiser, TEXT, latent, config).generate("l2t", seeded(), PAIRS.latents, blanks(PAIRS.lengths))
     assert torch.equal(made.tokens, PAIRS.tokens)
     assert all(asked)
     assert sum(asked) == len(PAIRS.tokens) if remask == 0 else sum(asked) > len(PAIRS.tokens)
@@ -127,7 +127,7 @@ def test_t2l_takes_one_pass_where_the_network_predicts_latents(prediction: Predi
         (SamplingConfig(5, t2l_steps=3, latent_sampler="euler"), 3),
     ):
         seen.clear()
-        made = generate(denoiser, TEXT, latent, "t2l", config, seeded(), PAIRS.latents, texts_of(PAIRS))
+        made = Sampler(denoiser, TEXT, latent, config).generate("t2l", seeded(), PAIRS.latents, texts_of(PAIRS))
         assert len(seen) == expected
         if expected == 1:
             torch.testing.assert_close(made.latents, PAIRS.latents)
@@ -146,7 +146,7 @@ def test_latents_come_before_the_text_that_is_given_them() -> None:
         return PerfectDenoiser(PAIRS, latent)(*arguments)
 
     config = SamplingConfig(4, joint_order="latents_first", joint_latents="drawn")
-    made = generate(denoiser, TEXT, latent, "joint", config, seeded(), PAIRS.latents, blanks(PAIRS.lengths))
+    made = Sampler(denoiser, TEXT, latent, config).generate("joint", seeded(), PAIRS.latents, blanks(PAIRS.lengths))
     assert torch.equal(made.tokens, PAIRS.tokens)
     assert seen[:4] == [(1, 1), (0.75, 1), (0.5, 1), (0.25, 1)]
     assert [latent for latent, _ in seen[4:]] == [0] * len(seen[4:])
@@ -165,7 +165,9 @@ def test_the_latents_of_joint_are_at_last_those_of_its_text() -> None:
     made = {}
     for which in ("drawn", "of_text"):
         config = SamplingConfig(4, joint_latents=which)  # type: ignore[arg-type]
-        made[which] = generate(denoiser, TEXT, latent, "joint", config, seeded(), PAIRS.latents, blanks(PAIRS.lengths))
+        made[which] = Sampler(denoiser, TEXT, latent, config).generate(
+            "joint", seeded(), PAIRS.latents, blanks(PAIRS.lengths)
+        )
         assert torch.equal(made[which].tokens, PAIRS.tokens)
     torch.testing.assert_close(made["drawn"].latents, -PAIRS.latents, rtol=0, atol=1e-5)
     torch.testing.assert_close(made["of_text"].latents, PAIRS.latents, rtol=0, atol=1e-5)
@@ -208,7 +210,7 @@ def test_guided_texts_follow_the_power_of_their_condition(guidance: float, expec
 
     config = SamplingConfig(steps=1, temperature=1.0, guidance=guidance)
     latents, latent = torch.zeros(2000, 1, 4), gaussian("vp_cosine", "v", "cosine", 4)
-    made = generate(denoiser, text, latent, "l2t", config, seeded(), latents, [[3]] * 2000)
+    made = Sampler(denoiser, text, latent, config).generate("l2t", seeded(), latents, [[3]] * 2000)
     torch.testing.assert_close(made.log_p, torch.tensor(expected).double().log()[made.tokens], rtol=1e-5, atol=1e-5)
     assert set(made.tokens.tolist()) == {0, 1, 2}
 
@@ -238,7 +240,9 @@ def test_generation_is_a_function_of_the_seed() -> None:
     def made(seed: int) -> Generation:
         generator = torch.Generator().manual_seed(seed)
         empty = torch.zeros_like(PAIRS.latents)
-        return generate(noisy, TEXT, latent, "joint", SamplingConfig(4, 1.0), generator, empty, blanks(PAIRS.lengths))
+        return Sampler(noisy, TEXT, latent, SamplingConfig(4, 1.0)).generate(
+            "joint", generator, empty, blanks(PAIRS.lengths)
+        )
 
     assert torch.equal(made(1).tokens, made(1).tokens) and torch.equal(made(1).latents, made(1).latents)
     assert not torch.equal(made(1).tokens, made(2).tokens)
