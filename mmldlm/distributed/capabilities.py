@@ -25,7 +25,7 @@ EXCLUDED = {
         ("zero3", "zero3_offload"),
         "ZeRO-3 gathers weights by hooks within the compiled regions",
     ),
-    "compile.graphs: on": (
+    "compile.graphs: true": (
         (FSDP2, *ZERO_ENGINES),
         "a recorded pass would have to contain the collectives",
     ),

@@ -42,12 +42,12 @@ class CompileConfig:
     mode: Literal["default", "max-autotune-no-cudagraphs"] = setting(
         "default", "mode of torch.compile; max-autotune tries more kernels and takes far longer to start"
     )
-    graphs: Literal["auto", "on", "off"] = setting(
+    graphs: Literal["auto"] | bool = setting(
         "auto",
         "CUDA graphs: forward and backward pass of a micro-batch are recorded once for each bucket of sizes, and later "
         "started by one call; micro-batches are filled up to the bucket's sizes by rows that no loss counts. auto: on "
         "a GPU, if one process trains",
-        advice="off if memory is short: the recorded passes keep the memory of their activations. on to use them under "
+        advice="false if memory is short: recorded passes keep the memory of their activations. true to use them under "
         "ddp as well, which was never tried on several GPUs",
     )
 

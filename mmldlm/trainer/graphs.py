@@ -33,11 +33,11 @@ Results = tuple[Tensor, ...]  # loss and loss sums
 
 
 def why_no_graphs(config: RunConfig, engine: str, device_type: str, backend: Backend) -> str:
-    """Return why this run records no graphs; "" if it does. `compile.graphs: on` that cannot be is a `ConfigError`."""
+    """Return why this run records no graphs; "" if it does. It is a `ConfigError` if it cannot, and was told to."""
     requested, hook, missing = config.compile.graphs, config.distributed.ddp.comm_hook, ""
     if device_type != "cuda":
         missing = f"graphs need CUDA, found {device_type}"
-    elif not supports("compile.graphs: on", engine):
+    elif not supports("compile.graphs: true", engine):
         missing = f"{engine} exchanges weights or gradients within the passes"
     elif backend not in JOINT_BACKENDS:
         missing = f"attention.backend {backend} reads lengths on the host"
@@ -45,11 +45,11 @@ def why_no_graphs(config: RunConfig, engine: str, device_type: str, backend: Bac
         missing = "recomputed dropout (memory.activation_checkpointing) reads the state of the random numbers"
     elif engine == DDP and hook != "none":
         missing = f"distributed.ddp.comm_hook {hook} is called by DDP, which takes no part in a graph"
-    if requested == "on" and missing:
-        raise ConfigError(f"compile.graphs: found on, but {missing}; expected auto or off")
+    if requested is True and missing:
+        raise ConfigError(f"compile.graphs: found true, but {missing}; expected auto or false")
     if requested == "auto" and engine == DDP and not missing:
-        return "compile.graphs: auto uses them in one process alone, on under ddp as well"
-    return "compile.graphs is off" if requested == "off" else missing
+        return "compile.graphs: auto uses them in one process alone, true under ddp as well"
+    return missing if requested else "compile.graphs is false"
 
 
 class CudaGraphs:

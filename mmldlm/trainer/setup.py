@@ -47,7 +47,7 @@ def requested_features(config: RunConfig) -> list[str]:
         f"optim.name: {config.optim.name}",
         f"precision: {config.precision}",
         f"compile.scope: {config.compile.scope}",
-        f"compile.graphs: {config.compile.graphs}",
+        f"compile.graphs: {str(config.compile.graphs).lower()}",
     ]
 
 
