@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -60,8 +59,8 @@ class TrainConfig:
     )
     micro_batch_tokens: int = setting(
         0,
-        "text and latent tokens of one forward pass on one rank: each is filled with as many of the step's samples as "
-        "these hold, whatever their lengths; a longer sample is alone. 0: by micro_batch_size alone",
+        "text and latent tokens of one forward pass on one rank, at most: the step's samples are dealt to few that are "
+        "alike, each with short and long samples; a longer sample is alone. 0: by micro_batch_size alone",
         at_least=0,
         advice="On GPUs, which wait for the host below some 16,000 tokens; as large as memory allows. The curve does "
         "not change",
@@ -153,8 +152,9 @@ def deal(lengths: np.ndarray, size: BatchSize, world_size: int, latent_tokens: i
     """Return the slots of all ranks' samples in each micro-batch of a step.
 
     Samples sorted by length are dealt in rounds, each round in the opposite direction of the round before ("snake"
-    order), so that no rank always gets the longest. Consecutive rounds form a micro-batch. So all ranks have equally
-    many micro-batches, and in each of them equally many samples and nearly equally many tokens: no curve depends on it.
+    order), so that no rank always gets the longest. Consecutive rounds form a micro-batch; with a token budget rounds
+    are dealt to micro-batches as samples to ranks, so that these are alike. So all ranks have equally many
+    micro-batches, and in each of them equally many samples and nearly equally many tokens: no curve depends on it.
 
     `lengths` are tokens of the samples by slot, int [G]; `latent_tokens`, those of each sample, count for the token
     budget too. Each micro-batch has slots int64 [B, W].
@@ -163,8 +163,7 @@ def deal(lengths: np.ndarray, size: BatchSize, world_size: int, latent_tokens: i
     rounds[1::2] = rounds[1::2, ::-1]
     if not size.micro_batch_tokens:
         return list(rounds.reshape(-1, size.micro_batch_size, world_size))
-    edges = _fill(lengths[rounds] + latent_tokens, size.micro_batch_tokens, size.micro_batch_size)
-    return [rounds[start:stop] for start, stop in pairwise(edges)]
+    return [rounds[part] for part in _alike(lengths[rounds] + latent_tokens, size)]
 
 
 def largest_micro_batches(tokens: np.ndarray, size: BatchSize, world_size: int) -> np.ndarray:
@@ -175,14 +174,8 @@ def largest_micro_batches(tokens: np.ndarray, size: BatchSize, world_size: int) 
     rounds = np.sort(tokens, axis=1).reshape(len(tokens), -1, world_size)
     rounds[:, 1::2] = rounds[:, 1::2, ::-1]
     if not size.micro_batch_tokens:
-        by_micro_batch = rounds.reshape(len(tokens), -1, size.micro_batch_size, world_size).sum(axis=2)
-        return by_micro_batch.max(axis=(1, 2))
-    largest = rounds.sum(axis=1).max(axis=1)
-    # Steps of more than one micro-batch.
-    for step in np.flatnonzero((largest > size.micro_batch_tokens) | (rounds.shape[1] > size.micro_batch_size)):
-        edges = _fill(rounds[step], size.micro_batch_tokens, size.micro_batch_size)
-        largest[step] = np.add.reduceat(rounds[step], edges[:-1]).max()
-    return largest
+        return rounds.reshape(len(tokens), -1, size.micro_batch_size, world_size).sum(axis=2).max(axis=(1, 2))
+    return np.array([max(step[part].sum(axis=0).max() for part in _alike(step, size)) for step in rounds])
 
 
 def largest_possible(longest: int, size: BatchSize) -> int:
@@ -192,21 +185,21 @@ def largest_possible(longest: int, size: BatchSize) -> int:
     return size.micro_batch_size * longest
 
 
-def _fill(tokens: np.ndarray, budget: int, max_rounds: int) -> list[int]:
-    """Return the edges of as few micro-batches as hold all rounds, each within the budget on every rank.
+def _alike(tokens: np.ndarray, size: BatchSize) -> list[np.ndarray]:
+    """Return the rounds of each micro-batch: few and alike, and within the token budget on every rank.
 
-    A round that exceeds the budget is alone in its micro-batch. Otherwise they are about equally large, if the budget
-    permits. `tokens` are text and latent tokens of each rank's sample in each round, int [R, W].
+    A micro-batch has every n-th round in snake order, from the longest on; a round that exceeds the budget is alone.
+    `tokens` are text and latent tokens of each rank's sample, int [R, W], in ascending order of rounds.
     """
-    ends = np.concatenate([np.zeros_like(tokens[:1], np.int64), tokens.cumsum(axis=0, dtype=np.int64)])
-    edges = [0]
-    while edges[-1] < len(tokens):
-        start = edges[-1]
-        sums = (ends[start + 1 : start + 1 + max_rounds] - ends[start]).max(axis=1)
-        edges.append(start + max(1, int(np.searchsorted(sums, budget, side="right"))))
-    # As many micro-batches of equal shares, since the last of those would often be small.
-    total, count = ends.sum(axis=1), len(edges) - 1
-    shares = total[-1] * np.arange(1, count) // count
-    even = np.array([0, *np.searchsorted((total[:-1] + total[1:]) // 2, shares), len(tokens)])
-    fits = np.diff(ends[even], axis=0).max() <= budget and np.diff(even).max() <= max_rounds
-    return even.tolist() if fits else edges
+    budget = size.micro_batch_tokens
+    fitting = tokens[tokens.max(axis=1) <= budget]
+    count = max(-(-fitting.sum(axis=0).max() // budget), -(-len(fitting) // size.micro_batch_size))
+    while True:
+        turn, place = np.divmod(np.arange(len(fitting))[::-1], count)
+        place = np.where(turn % 2, count - 1 - place, place)
+        sums = np.zeros((count, tokens.shape[1]), np.int64)
+        np.add.at(sums, place, fitting)
+        if sums.max(initial=0) <= budget:
+            place = np.append(place, np.arange(count, count + len(tokens) - len(fitting)))
+            return np.split(place.argsort(kind="stable"), np.bincount(place).cumsum()[:-1])
+        count += 1 + count // 64

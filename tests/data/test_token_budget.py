@@ -45,9 +45,9 @@ def test_each_sample_is_dealt_once_within_the_budget(world: int, budget: int, la
         assert len(slots) == 1 or tokens.max() <= budget
         assert (np.diff(lengths[slots], axis=0) >= 0).all(), "samples of similar length are neighbors"
     if budget >= 4096 and world <= 8:  # then each rank has many samples in a micro-batch
-        for slots in parts:
-            tokens = lengths[slots].sum(axis=0)
-            assert np.ptp(tokens) <= 0.1 * tokens.max()
+        tokens = np.stack([lengths[slots].sum(axis=0) for slots in parts])
+        assert np.ptp(tokens) <= 0.1 * tokens.max(), "all alike, of all ranks"
+        assert np.ptp([len(slots) for slots in parts]) <= 1
 
 
 @quick
@@ -59,16 +59,16 @@ def test_micro_batches_are_few_full_and_alike() -> None:
             sums = [int((lengths[slots] + 1).sum()) for slots in deal(lengths, BatchSize(256, 256, budget), 1, 1)]
             # No packing has fewer than total / budget, and what each may leave empty is less than a sample.
             assert len(sums) <= -(-total // (budget - 512)) and max(sums) <= budget
-            assert len(sums) > 8 or min(sums) > 0.7 * max(sums), "the last is no remainder"
+            assert min(sums) > 0.85 * max(sums), "none is a remainder"
 
 
 @quick
 def test_a_sample_longer_than_the_budget_is_alone() -> None:
     lengths = np.array([3, 90, 4, 5, 6, 3])
     parts = deal(lengths, BatchSize(6, 6, 20), 1, 1)
-    assert [lengths[slots[:, 0]].tolist() for slots in parts] == [[3, 3, 4, 5], [6], [90]]
+    assert [lengths[slots[:, 0]].tolist() for slots in parts] == [[3, 3, 6], [4, 5], [90]]
     many = [lengths[slots[:, 0]].tolist() for slots in deal(lengths, BatchSize(6, 2, 20), 1, 1)]
-    assert many == [[3, 3], [4, 5], [6], [90]], "micro_batch_size still bounds the samples"
+    assert many == [[6], [3, 5], [3, 4], [90]], "micro_batch_size still bounds the samples"
 
 
 # ---- the settings ------------------------------------------------------------------------------------------------
