@@ -31,13 +31,15 @@ class LengthGroup(NamedTuple):
 class PackedLayout:
     """Positions of B samples of unequal length that are concatenated to N tokens.
 
-    The lengths, at least 1, are known on the host, so no method synchronizes with the device. Index tensors are created
-    on `device` on first use and cached.
+    The lengths are known on the host, so no method synchronizes with the device. They are at least 1, but for the last
+    `num_filler` samples, which no loss counts. Index tensors are created on `device` on first use and cached.
     """
 
-    def __init__(self, lengths: tuple[int, ...], latent_tokens: int, device: torch.device | str = "cpu"):
-        assert all(length > 0 for length in lengths), f"a sample without tokens: lengths {lengths}"
-        self.lengths = lengths
+    def __init__(
+        self, lengths: tuple[int, ...], latent_tokens: int, device: torch.device | str = "cpu", num_filler: int = 0
+    ):
+        assert all(length > 0 for length in lengths[: len(lengths) - num_filler]), f"a sample without tokens: {lengths}"
+        self.lengths, self.num_filler = lengths, num_filler
         self.latent_tokens = latent_tokens
         self.device = torch.device(device)
 
@@ -130,7 +132,11 @@ class PackedLayout:
         """Return the same layout with index tensors on `device`."""
         if torch.device(device) == self.device:
             return self
-        return PackedLayout(self.lengths, self.latent_tokens, device)
+        return PackedLayout(self.lengths, self.latent_tokens, device, self.num_filler)
+
+    def without_filler(self) -> PackedLayout:
+        """Return the layout of the samples that losses count."""
+        return PackedLayout(self.lengths[: self.num_samples - self.num_filler], self.latent_tokens, self.device)
 
     def index_tensors(self) -> dict[str, Tensor]:
         """Return all index tensors by the names of their properties."""
@@ -138,7 +144,7 @@ class PackedLayout:
 
     def with_index_tensors(self, tensors: Mapping[str, Tensor], device: torch.device) -> PackedLayout:
         """Return the same layout with these index tensors, which are on `device`, instead of ones that it creates."""
-        layout = PackedLayout(self.lengths, self.latent_tokens, device)
+        layout = PackedLayout(self.lengths, self.latent_tokens, device, self.num_filler)
         vars(layout).update({name: tensors[name] for name in INDEX_TENSORS if name in tensors})
         return layout
 

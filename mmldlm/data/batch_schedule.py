@@ -59,8 +59,8 @@ class TrainConfig:
     )
     micro_batch_tokens: int = setting(
         0,
-        "text and latent tokens of one forward pass on one rank, at most: the step's samples are dealt to as few as hold "
-        "them, which are alike, with short and long samples; a longer sample is alone. 0: by micro_batch_size alone",
+        "text and latent tokens of one forward pass on one rank, at most: the step's samples are dealt to few that are "
+        "alike, each with short and long samples; a longer sample is alone. 0: by micro_batch_size alone",
         at_least=0,
         advice="On GPUs, which wait for the host below some 16,000 tokens; as large as memory allows. The curve does "
         "not change",

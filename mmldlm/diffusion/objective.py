@@ -28,6 +28,7 @@ from mmldlm.settings.declaration import require_effect, setting
 from mmldlm.utils.packed_tensors import PackedTensors
 
 Network = Callable[..., tuple[Tensor, ...]]
+ON_HOST = ("counts", "sample_ids")  # tensors of a `NoisedBatch` that stay there
 
 
 @dataclass(frozen=True)
@@ -124,15 +125,9 @@ class NoisedBatch:
             self.targets,
         )
 
-    @property
-    def on_host(self) -> dict[str, Tensor]:
-        """The tensors that stay on the host, by name."""
-        return {"counts": self.counts, "sample_ids": self.sample_ids}
-
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that go to a device by name, those of the layout included."""
-        on_host = self.on_host
-        own = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in on_host}
+        own = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in ON_HOST}
         return own | self.layout.index_tensors()
 
     @cached_property
@@ -141,9 +136,9 @@ class NoisedBatch:
         return PackedTensors.pack(self.tensors())
 
     @classmethod
-    def from_packed(cls, packed: PackedTensors, layout: PackedLayout, on_host: dict[str, Tensor]) -> NoisedBatch:
-        """Return the batch of this layout whose `tensors` are in `packed`, as views."""
-        tensors = packed.tensors() | on_host
+    def from_packed(cls, packed: PackedTensors, layout: PackedLayout, *on_host: Tensor) -> NoisedBatch:
+        """Return the batch whose `tensors` are in `packed`, as views, and which has this layout, counts and ids."""
+        tensors = packed.tensors() | dict(zip(ON_HOST, on_host, strict=True))
         own = {each.name: tensors.get(each.name) for each in fields(cls) if each.name != "layout"}
         batch = cls(layout=layout.with_index_tensors(tensors, packed.buffer.device), **own)  # type: ignore[arg-type]
         vars(batch)["packed"] = packed
@@ -151,13 +146,13 @@ class NoisedBatch:
 
     def pin_memory(self) -> NoisedBatch:
         """Return the batch in pinned memory, in one buffer."""
-        return self.from_packed(self.packed.pin_memory(), self.layout, self.on_host)
+        return self.from_packed(self.packed.pin_memory(), self.layout, self.counts, self.sample_ids)
 
     def to(self, device: torch.device | str) -> NoisedBatch:
         """Return the batch on `device` by a single copy; the copy from pinned memory does not block."""
         if torch.device(device) == self.layout.device:
             return self
-        return self.from_packed(self.packed.to(device), self.layout, self.on_host)
+        return self.from_packed(self.packed.to(device), self.layout, self.counts, self.sample_ids)
 
 
 class Objective:
@@ -246,13 +241,10 @@ class Objective:
         )
 
     def divisors(self, totals: Sequence[float], noised: NoisedBatch) -> Tensor:
-        """Return float32 [5] on the host: what the losses of a step are divided by, and the shares of a micro-batch.
+        """Return what losses are divided by, float32 [5] on the host, given `counts` [S] summed over the step.
 
-        The divisors are the step's tokens, samples whose latent is trained, and samples, each at least 1: a step
-        without a modality has a loss of 0 for it. The shares are those of the micro-batch in tokens and samples.
-
-        Args:
-            totals: `counts` [S], summed over the global batch of the step.
+        These are the step's tokens, samples whose latent is trained, and samples, each at least 1, since the loss of an
+        absent modality is 0; then the micro-batch's shares of tokens and samples.
         """
         tokens, samples, lengths = (max(1.0, total) for total in self.stats.totals(totals))
         own_tokens, own_samples, _ = self.stats.totals(noised.counts.tolist())
@@ -261,12 +253,10 @@ class Objective:
     def __call__(self, model: Network, noised: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses of a micro-batch that is corrupted and on the network's device.
 
-        No number of the micro-batch is one of Python's here, so that what is captured with one micro-batch computes
-        the losses of all others of the same shapes.
-
         Args:
             totals: `counts` [S], summed over the global batch of the step. Read after the forward pass, during which
-                the sum may still be in progress. Or, on the device, the `divisors` that result from them.
+                the sum may still be in progress. Or, on the device, the `divisors` that result from
+                them: then no number of the micro-batch is one of Python's, and a captured step computes others.
 
         Returns:
             The micro-batch's share of the step's loss, and the detached sums [S]. These stay on the device and are

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mmldlm.batch import Batch, PackedLayout
@@ -15,13 +16,15 @@ from mmldlm.data.manifest import Manifest
 from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
-from mmldlm.diffusion.objective import NoisedBatch, Objective
+from mmldlm.diffusion.objective import ON_HOST, NoisedBatch, Objective
 from mmldlm.model.attention import AttentionConfig, Backend, device_capability, resolve_backend
 from mmldlm.model.mmdit import MMDiT, Precision
 from mmldlm.model.parts import freeze_parts
 from mmldlm.run.compatibility import data_shape
 from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.packed_tensors import PackedTensors
+
+IGNORED = -100  # a target that `F.cross_entropy` ignores
 
 
 def set_matmul_precision(config: RunConfig) -> None:
@@ -94,41 +97,89 @@ class CorruptedBatch(Batch):
         # One buffer: each tensor that a worker sends takes a file descriptor and a connection. What goes to a device
         # comes first.
         own = {f"batch.{name}": getattr(self, name) for name in ("tokens", "latents", "slots")}
-        packed = PackedTensors.pack({**self.noised.tensors(), **self.noised.on_host, **own})
-        return _received, (packed, self.lengths, self.step)
+        on_host = {name: getattr(self.noised, name) for name in ON_HOST}
+        packed = PackedTensors.pack({**self.noised.tensors(), **on_host, **own})
+        return _received, (packed, self.lengths, self.noised.layout.lengths, self.step)
 
 
-def _received(packed: PackedTensors, lengths: tuple[int, ...], step: int) -> CorruptedBatch:
+def _received(
+    packed: PackedTensors, lengths: tuple[int, ...], filled_lengths: tuple[int, ...], step: int
+) -> CorruptedBatch:
     """Return the micro-batch that a worker has sent."""
-    tensors = packed.tensors()
-    tokens, latents, slots = (tensors[f"batch.{name}"] for name in ("tokens", "latents", "slots"))
-    on_host = {name: tensors[name] for name in ("counts", "sample_ids")}
-    noised = NoisedBatch.from_packed(packed.before("counts"), PackedLayout(lengths, latents.shape[1]), on_host)
-    return CorruptedBatch(tokens, latents, lengths, noised.sample_ids, slots, step, noised)
+    *_, counts, sample_ids, tokens, latents, slots = packed.tensors().values()
+    for_device = PackedTensors(packed.buffer[: packed.places["counts"].start], dict([*packed.places.items()][:-5]))
+    layout = PackedLayout(filled_lengths, latents.shape[1], num_filler=len(filled_lengths) - len(lengths))
+    noised = NoisedBatch.from_packed(for_device, layout, counts, sample_ids)
+    return CorruptedBatch(tokens, latents, lengths, sample_ids, slots, step, noised)
+
+
+@dataclass(frozen=True)
+class StaticSizes:
+    """Sizes up to which the micro-batches of a step are filled, few, of samples of at most `max_length` tokens.
+
+    Tokens and masked tokens are rounded up to multiples of 1/32 of the token budget, such as 1,024 of 32,768. Samples
+    are those of the step's largest micro-batch, and as many more as its filler may need.
+    """
+
+    max_length: int
+
+    def fill(self, noised: Sequence[NoisedBatch], micro_batch_tokens: int) -> list[NoisedBatch]:
+        """Return a step's micro-batches, filled up with what no loss counts; the token budget is 0 for none."""
+        multiple = max(128, round(micro_batch_tokens / 32 / 128) * 128) if micro_batch_tokens else 1024
+        num_samples = max(len(batch.sample_ids) for batch in noised) - (1 - multiple) // self.max_length
+        return [batch if batch.layout.num_filler else self._filled(batch, multiple, num_samples) for batch in noised]
+
+    def _filled(self, batch: NoisedBatch, multiple: int, num_samples: int) -> NoisedBatch:
+        layout, longest = batch.layout, self.max_length
+        tokens, samples = -layout.num_tokens % multiple, num_samples - layout.num_samples
+        # All tokens belong to samples, since kernels write no row behind the last one. The other samples have none.
+        lengths = (min(longest, max(0, tokens - first)) for first in range(0, samples * longest, longest))
+        layout = PackedLayout((*layout.lengths, *lengths), layout.latent_tokens, num_filler=samples)
+        of_masked = ("positions", "targets", "token_weight", "trained_token_weight", "token_bin")
+        rows = {**dict.fromkeys(of_masked, -len(batch.positions) % multiple), "noised_tokens": tokens}
+        rows |= dict.fromkeys(ON_HOST, 0)
+        values = {"positions": layout.num_tokens - 1, "t_text": 0.5, "t_latent": 0.5, "length_target": IGNORED}
+        filled = {
+            name: torch.cat([x, x.new_full((rows.get(name, samples), *x.shape[1:]), values.get(name, 0))])
+            for name, x in vars(batch).items()
+            if isinstance(x, Tensor)
+        }
+        return replace(batch, layout=layout, **filled)
 
 
 def corrupt_step(
-    config: RunConfig, objective: Objective, step: int, global_batch_size: int, micro_batches: Sequence[Batch]
+    config: RunConfig,
+    objective: Objective,
+    step: int,
+    global_batch_size: int,
+    micro_batches: Sequence[Batch],
+    sizes: StaticSizes | None = None,
 ) -> list[NoisedBatch]:
     """Noise the micro-batches of an optimizer step, on the host; the noise is a function of (seed, step, slot).
 
-    What the loader has corrupted for this step is taken as it is.
+    What the loader has corrupted for this step is taken as it is. With `sizes` micro-batches are filled up to them.
     """
     weights = mode_weights_at(step, config.mode, config.mode_schedule)
     samplers = config.text.sampler, objective.latent.sampler
-    return [
+    noised = [
         batch.noised
         if isinstance(batch, CorruptedBatch) and batch.step == step
         else objective.corrupt(batch, draw_noise(batch, config.run.seed, step, global_batch_size, weights, *samplers))
         for batch in micro_batches
     ]
+    return noised if sizes is None else sizes.fill(noised, config.train.batch_at(step, 1).micro_batch_tokens)
 
 
 def corrupt_in_loader(
-    config: RunConfig, objective: Objective, step: int, global_batch_size: int, micro_batches: Sequence[Batch]
+    config: RunConfig,
+    objective: Objective,
+    sizes: StaticSizes | None,
+    step: int,
+    global_batch_size: int,
+    micro_batches: Sequence[Batch],
 ) -> list[Batch]:
     """Return the micro-batches of an optimizer step with their corrupted forms, see `Loader`."""
-    noised = corrupt_step(config, objective, step, global_batch_size, micro_batches)
+    noised = corrupt_step(config, objective, step, global_batch_size, micro_batches, sizes)
     return [
         CorruptedBatch(batch.tokens, batch.latents, batch.lengths, batch.sample_ids, batch.slots, step, each)
         for batch, each in zip(micro_batches, noised, strict=True)

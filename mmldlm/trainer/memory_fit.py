@@ -70,8 +70,7 @@ def fit_micro_batches(
             with engine.raise_on_all_ranks("reading of the largest micro-batch"):
                 micro_batches = loader.read(place, size, int(owner))
             lengths = micro_batches[index].lengths
-            accumulates = size.accumulation(engine.world_size) > 1
-            fit = _assess(config, components, engine, micro_batches, int(index), accumulates)
+            fit = _assess(config, components, engine, micro_batches, int(index), size)
             fits = [Fit(*values) for values in engine.gather(fit, "gather of what fits into memory")]
             rank, worst = min(enumerate(fits), key=lambda item: (item[1].fits, item[1].usable_mib))
             if worst.fits:
@@ -117,10 +116,10 @@ def _halve(size: BatchSize, world_size: int, tokens: int) -> BatchSize:
 
 
 def _assess(
-    config: RunConfig, components: Components, engine: Engine, batches: Sequence[Batch], index: int, accumulates: bool
+    config: RunConfig, components: Components, engine: Engine, batches: Sequence[Batch], index: int, size: BatchSize
 ) -> Fit:
-    """Return whether micro-batch `index` of a step fits, beside the gradients of others if it `accumulates`."""
-    objective = components.objective
+    """Return whether micro-batch `index` of a step fits, beside the gradients of others if there are any."""
+    objective, accumulates = components.objective, size.accumulation(engine.world_size) > 1
     if engine.shards_parameters:
         needed = _needed_mib(config, components, engine, all_masked(objective, batches[index]), accumulates)
         usable = USABLE_SHARE * free_memory_mib(engine.device, engine.launch.local_world_size)
@@ -128,7 +127,10 @@ def _assess(
 
     def loss_of(network: Network) -> Tensor:
         # All of a step are on the device together, see `Trainer.accumulate`.
-        noised = [all_masked(objective, batch).to(engine.device) for batch in batches]
+        noised = [all_masked(objective, batch) for batch in batches]
+        if components.sizes is not None:
+            noised = components.sizes.fill(noised, size.micro_batch_tokens)
+        noised = [batch.to(engine.device) for batch in noised]
         return objective(network, noised[index], noised[index].counts.tolist())[0]
 
     optimizer, buffers = engine.unwrapped_optimizer, engine.comm_buffer_bytes
@@ -178,7 +180,7 @@ def fit_run(
     with Progress(engine.is_main) as progress:
         progress.phase("fitting the micro-batches into memory", announce=False)
         config, changes, lines = fit_micro_batches(config, components, engine, state)
-    loader = build_loader(config, engine, components.store, components.objective)
+    loader = build_loader(config, engine, components.store, components.objective, components.sizes)
     return config, replace(components, loader=loader), changes, lines
 
 

@@ -31,7 +31,7 @@ from mmldlm.model.compile import compile_regions
 from mmldlm.model.flops import ModelFlops
 from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.run.factory import build_meta_model, build_objective, corrupt_in_loader, set_matmul_precision
+from mmldlm.run.factory import StaticSizes, build_meta_model, build_objective, corrupt_in_loader, set_matmul_precision
 from mmldlm.telemetry.experiment_trackers import check_trackers
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks
 from mmldlm.trainer.run_end import RunEnd
@@ -136,6 +136,7 @@ class Components:
     parameters: dict[str, int]  # by part of the network
     trainable: int
     flops: ModelFlops
+    sizes: StaticSizes | None = None  # up to which micro-batches are filled
 
 
 def build_components(config: RunConfig, engine: Engine) -> Components:
@@ -169,11 +170,13 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
     )
 
 
-def build_loader(config: RunConfig, engine: Engine, store: Store, objective: Objective) -> Loader:
+def build_loader(
+    config: RunConfig, engine: Engine, store: Store, objective: Objective, sizes: StaticSizes | None = None
+) -> Loader:
     """Build the loader of this rank's micro-batches."""
     batch_at = partial(config.train.batch_at, world_size=engine.world_size)
     rank, world_size, device_type = engine.rank, engine.world_size, engine.device.type
-    corrupt = partial(corrupt_in_loader, config, objective)
+    corrupt = partial(corrupt_in_loader, config, objective, sizes)
     return Loader(store, "train", config.data, config.run.seed, batch_at, rank, world_size, device_type, corrupt)
 
 
@@ -183,4 +186,5 @@ def with_latent_stats(latents: LatentInfo, components: Components, config: RunCo
         return components
     store = components.store.with_manifest(replace(components.store.manifest, latent=latents))
     objective = build_objective(config, store.manifest)
-    return replace(components, store=store, loader=build_loader(config, engine, store, objective), objective=objective)
+    loader = build_loader(config, engine, store, objective, components.sizes)
+    return replace(components, store=store, loader=loader, objective=objective)

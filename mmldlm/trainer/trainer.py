@@ -156,8 +156,9 @@ class Trainer:
     @phase("corrupt")
     def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
         """Noise the micro-batches of a step, see `corrupt_step`."""
-        samples = self.components.loader.batch_at(step).global_batch_size
-        return corrupt_step(self.config, self.components.objective, step, samples, micro_batches)
+        components = self.components
+        samples = components.loader.batch_at(step).global_batch_size
+        return corrupt_step(self.config, components.objective, step, samples, micro_batches, components.sizes)
 
     @phase("sync")
     def sync(self, step: int, noised: Sequence[NoisedBatch]) -> StepTotals:
@@ -167,11 +168,11 @@ class Trainer:
         the losses these are the work done, and requests and progress of single ranks, on which all ranks can thus act
         at the end of the same step.
         """
-        layouts = [batch.layout for batch in noised]
+        layouts = [batch.layout.without_filler() for batch in noised]
         local = {
             "tokens": sum(layout.num_tokens for layout in layouts),
             "pairs": sum(layout.num_pairs for layout in layouts),
-            "masked": sum(len(batch.positions) for batch in noised),
+            "masked": sum(int((batch.token_weight > 0).sum()) for batch in noised),
             "stop": self._signals.stop is not None,
             "save": self.checkpointer.save_requested(),
             "ready": self.checkpointer.ready,

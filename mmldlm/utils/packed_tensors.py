@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import takewhile
 from math import prod
 from typing import NamedTuple
 
@@ -48,11 +47,6 @@ class PackedTensors:
             name: self.buffer.narrow(0, start, prod(shape) * dtype.itemsize).view(dtype).view(shape)
             for name, (dtype, shape, start) in self.places.items()
         }
-
-    def before(self, name: str) -> PackedTensors:
-        """Return the tensors that come before the one of this name, with their part of the buffer."""
-        places = dict(takewhile(lambda item: item[0] != name, self.places.items()))
-        return PackedTensors(self.buffer[: self.places[name].start], places)
 
     def to(self, device: torch.device | str) -> PackedTensors:
         """Return the tensors on `device`; the copy from pinned memory does not block."""

@@ -43,7 +43,7 @@ def assert_same(one: NoisedBatch, other: NoisedBatch) -> None:
 @pytest.mark.parametrize("latent_tokens", [1, 3])
 def test_a_packed_batch_is_the_batch(mode: Any, latent_tokens: int) -> None:
     _, noised = noised_batch(mode, latent_tokens)
-    received = NoisedBatch.from_packed(noised.packed, noised.layout, noised.on_host)
+    received = NoisedBatch.from_packed(noised.packed, noised.layout, noised.counts, noised.sample_ids)
     storages = {tensor.untyped_storage().data_ptr() for tensor in received.tensors().values()}
     assert storages == {noised.packed.buffer.untyped_storage().data_ptr()} and received.packed is noised.packed
     assert_same(received, noised)
@@ -55,7 +55,7 @@ def test_places_of_a_packed_batch_are_those_of_its_shapes() -> None:
     """What stays on the host has other sizes: its tensors are not in the buffer, also if it came from a worker."""
     lengths = (1, 3, 4, 4), (3, 3, 3, 3)
     one, other = (noised_batch("t2l", 3, of)[1] for of in lengths)  # without masked tokens
-    assert one.packed.places == other.packed.places and not one.packed.places.keys() & one.on_host.keys()
+    assert one.packed.places == other.packed.places and not {"counts", "sample_ids"} & one.packed.places.keys()
     batch = CorruptedBatch(one.targets, one.noised_latents, lengths[0], one.sample_ids, one.sample_ids, 0, one)
     receive, arguments = batch.__reduce__()
     received = receive(*arguments).noised
@@ -80,7 +80,7 @@ class Copies(TorchDispatchMode):
 def test_one_copy_takes_a_batch_to_the_device(packed: bool) -> None:
     """The meta device stands for a GPU; what the network reads of the layout is there as well."""
     _, noised = noised_batch("joint", 3)
-    received = NoisedBatch.from_packed(noised.packed, noised.layout, noised.on_host)
+    received = NoisedBatch.from_packed(noised.packed, noised.layout, noised.counts, noised.sample_ids)
     with Copies() as copies:
         moved = (received if packed else replace(noised)).to("meta")
         on_device = tensors(moved)
@@ -105,7 +105,7 @@ def setup(tiny_store: Path) -> Setup:
 
     def loader(workers: int, device_type: str = "cpu") -> Loader:
         data = load_config(None, [f"data.num_workers={workers}", "data.pin_memory=false"]).data
-        corrupt = partial(corrupt_in_loader, config, objective)
+        corrupt = partial(corrupt_in_loader, config, objective, None)
         return Loader(store, "train", data, 3, constant_batch_size(16, 4), device_type=device_type, corrupt=corrupt)
 
     return config, objective, loader
