@@ -2,7 +2,7 @@
 
 A GPU that computes a step in 80 ms waits for a host that takes 150 ms to start its 2,700 kernels one by one. A graph
 has the kernels, and the addresses of what they read and write: replaying it starts all of them. A graph is for one
-bucket of sizes, to which micro-batches are filled up (`mmldlm.diffusion.objective.fill_up`).
+bucket of sizes, to which micro-batches are filled up (`mmldlm.run.factory.StaticSizes`).
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class _Bucket:
     @classmethod
     def like(cls, batch: NoisedBatch, divisors: Tensor, device: torch.device) -> _Bucket:
         packed = PackedTensors(torch.empty_like(batch.packed.buffer, device=device), batch.packed.places)
-        inputs = NoisedBatch.from_packed(packed, batch.layout, batch.on_host)
+        inputs = NoisedBatch.from_packed(packed, batch.layout, batch.counts, batch.sample_ids)
         return cls(inputs, torch.empty_like(divisors, device=device))
 
     def load(self, batch: NoisedBatch, divisors: Tensor) -> None:

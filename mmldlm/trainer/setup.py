@@ -34,6 +34,7 @@ from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.run.factory import StaticSizes, build_meta_model, build_objective, corrupt_in_loader, set_matmul_precision
 from mmldlm.telemetry.experiment_trackers import check_trackers
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks
+from mmldlm.trainer.graphs import why_no_graphs
 from mmldlm.trainer.run_end import RunEnd
 from mmldlm.utils.files import make_folder
 from mmldlm.utils.lock import RunLock
@@ -153,9 +154,14 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
     model.shards_blocks = engine.name in WEIGHT_SHARDING_ENGINES
     is_supported = supports("compile.scope: regional", engine.name)
     compiled = compile_regions(model, config.compile, engine.device, is_supported)
+    no_graphs = why_no_graphs(config, engine.name, device_type, model.backend)
+    engine.sums_after_backward = not no_graphs
+    if device_type != "cpu":
+        compiled += f"; no CUDA graphs: {no_graphs}" if no_graphs else "; CUDA graphs"
+    sizes = None if no_graphs else StaticSizes(store.manifest.max_length)
     return Components(
         store=store,
-        loader=build_loader(config, engine, store, objective),
+        loader=build_loader(config, engine, store, objective, sizes),
         objective=objective,
         tokenizer=Tokenizer.load(store.path / "tokenizer"),
         skipped_samples=skipped,
@@ -167,6 +173,7 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         parameters=count_parameters(model),
         trainable=sum(count_parameters(model, trainable_only=True).values()),
         flops=ModelFlops.from_model(model),
+        sizes=sizes,
     )
 
 

@@ -21,7 +21,7 @@ from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, NoisedBatch, Objective
 from mmldlm.errors import ConfigError
 from mmldlm.model.activation_checkpoint import MemoryConfig
-from mmldlm.run.static_sizes import fill_up
+from mmldlm.run.factory import StaticSizes
 from mmldlm.trainer import graphs
 from mmldlm.trainer.graphs import GraphReplays, why_no_graphs
 from tests.helpers.engine_runs import Single, difference
@@ -43,8 +43,7 @@ def micro_batches(step: int) -> list[NoisedBatch]:
         inputs, index = random_inputs(lengths, seed=10 * step + part), torch.arange(len(lengths))
         batch = Batch(inputs.tokens.clamp_max(MASK - 1), inputs.latents, lengths, index, index)
         noise = draw_noise(batch, 0, step, len(lengths), mode_weights("joint"))
-        rows = 64 if len(lengths) == 4 else 128
-        made.append(fill_up(OBJECTIVE.corrupt(batch, noise), rows, len(lengths) + 8, rows, MAX_LENGTH))
+        made += StaticSizes(MAX_LENGTH).fill([OBJECTIVE.corrupt(batch, noise)], micro_batch_tokens=128)
     return made
 
 
