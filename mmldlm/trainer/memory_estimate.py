@@ -79,6 +79,7 @@ def estimate(
         tracker.allocate_gradients()
         tracker.update(optimizer, 0.0)
     flops, samples, most_tokens, accumulates = 0.0, 0, 0, False
+    keeps_gradients = device == "cuda" and world_size == 1 and config.compile.graphs  # for graphs, which add to them
     for start, stop in stages:
         size = batch_at(start)
         searched = range(start, min(stop, start + MAX_SEARCHED_STEPS))
@@ -91,6 +92,8 @@ def estimate(
         for step, rank in dict.fromkeys([*tried, (largest, owner)]):
             micro_batches = loader.read(samples + (step - start) * size.global_batch_size, size, rank)
             noised = corrupt_step(config, objective, step, size.global_batch_size, micro_batches)
+            if keeps_gradients:
+                tracker.allocate_gradients()
             with assume_device(device):
                 step_flops = tracker.micro_batches(noised)
             tracker.update(optimizer, config.optim.clip_norm)

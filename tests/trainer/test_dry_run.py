@@ -296,6 +296,9 @@ def test_a_gpu_has_whole_temporaries(tiny_store: Path) -> None:
     few = ("optim.fused=false", "train.global_batch_size=1")  # so that the update needs the most
     copies = on("cuda", *few).step.peak["update"]  # for each operation of all tensors at once
     assert copies > 2 * on("cpu", *few).step.peak["update"] > 0
+    # Graphs add to gradients that stay in memory.
+    without = on("cuda", "compile.graphs=false").step
+    assert without.peak.get("gradients", 0) < gpu.step.peak["gradients"] == 4 * without.trained
 
 
 MEASURED = "model={depth: 6, width: 256, num_heads: 4}"

@@ -54,14 +54,21 @@ class Training:
     results: list[tuple[Tensor, ...]] = field(default_factory=list)
     weights: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def run(self, steps: int, wrap: Callable[[Any, Any], Any] = lambda compute, _: compute, **options: Any) -> Training:
-        model = small_model(backend="math", **options).train()
+    def run(
+        self,
+        steps: int,
+        wrap: Callable[[Any, Any], Any] = lambda compute, _: compute,
+        backend: Any = "math",
+        **options: Any,
+    ) -> Training:
+        model = small_model(backend=backend, **options).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
 
         def compute(batch: NoisedBatch, divisors: Tensor) -> tuple[Tensor, Tensor]:
-            loss, sums = OBJECTIVE(model, batch, divisors)
+            device = next(model.parameters()).device
+            loss, sums = OBJECTIVE(model, batch.to(device), divisors.to(device))
             loss.backward()
             return loss.detach(), sums
 
@@ -168,6 +175,23 @@ def test_a_step_that_is_not_finite_leaves_the_check_to_a_later_one() -> None:
 
     Training().run(5, wrap)
     assert made[0].is_on and made[0].is_checked
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_cuda_graphs_compute_what_the_stand_in_does(precision: Any) -> None:
+    made: list[GraphReplays] = []
+    options: Any = {"backend": "efficient", "device": "cuda", "precision": precision, "width": 128}
+    ordinary = Training().run(8, **options)
+    found = Training().run(
+        8, lambda *given: made.append(GraphReplays(*given, torch.device("cuda"))) or made[-1], **options
+    )
+    assert made[0].is_on and made[0].is_checked
+    tolerance = 1e-5 if precision == "fp32" else 1e-2
+    for one, other in zip(ordinary.results, found.results, strict=True):
+        torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.weights, ordinary.weights, rtol=tolerance, atol=tolerance)
 
 
 CUDA = ("single", "cuda", "varlen")
