@@ -25,6 +25,13 @@ from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.packed_tensors import PackedTensors
 
 IGNORED = -100  # a target that `F.cross_entropy` ignores
+OF_MASKED = (
+    "positions",
+    "targets",
+    "token_weight",
+    "trained_token_weight",
+    "token_bin",
+)  # have a row each
 
 
 def set_matmul_precision(config: RunConfig) -> None:
@@ -94,21 +101,18 @@ class CorruptedBatch(Batch):
         return replace(self, noised=self.noised.pin_memory())
 
     def __reduce__(self) -> Any:
-        # One buffer: each tensor that a worker sends takes a file descriptor and a connection. What goes to a device
-        # comes first.
+        # One buffer, since each tensor that a worker sends takes a file descriptor; the device's part comes first.
         own = {f"batch.{name}": getattr(self, name) for name in ("tokens", "latents", "slots")}
         on_host = {name: getattr(self.noised, name) for name in ON_HOST}
         packed = PackedTensors.pack({**self.noised.tensors(), **on_host, **own})
         return _received, (packed, self.lengths, self.noised.layout.lengths, self.step)
 
 
-def _received(
-    packed: PackedTensors, lengths: tuple[int, ...], filled_lengths: tuple[int, ...], step: int
-) -> CorruptedBatch:
+def _received(packed: PackedTensors, lengths: tuple[int, ...], filled: tuple[int, ...], step: int) -> CorruptedBatch:
     """Return the micro-batch that a worker has sent."""
     *_, counts, sample_ids, tokens, latents, slots = packed.tensors().values()
     for_device = PackedTensors(packed.buffer[: packed.places["counts"].start], dict([*packed.places.items()][:-5]))
-    layout = PackedLayout(filled_lengths, latents.shape[1], num_filler=len(filled_lengths) - len(lengths))
+    layout = PackedLayout(filled, latents.shape[1], num_filler=len(filled) - len(lengths))
     noised = NoisedBatch.from_packed(for_device, layout, counts, sample_ids)
     return CorruptedBatch(tokens, latents, lengths, sample_ids, slots, step, noised)
 
@@ -131,13 +135,12 @@ class StaticSizes:
 
     def _filled(self, batch: NoisedBatch, multiple: int, num_samples: int) -> NoisedBatch:
         layout, longest = batch.layout, self.max_length
-        tokens, samples = -layout.num_tokens % multiple, num_samples - layout.num_samples
+        tokens, masked = -layout.num_tokens % multiple, -len(batch.positions) % multiple
+        samples = num_samples - layout.num_samples
         # All tokens belong to samples, since kernels write no row behind the last one. The other samples have none.
         lengths = (min(longest, max(0, tokens - first)) for first in range(0, samples * longest, longest))
         layout = PackedLayout((*layout.lengths, *lengths), layout.latent_tokens, num_filler=samples)
-        of_masked = ("positions", "targets", "token_weight", "trained_token_weight", "token_bin")
-        rows = {**dict.fromkeys(of_masked, -len(batch.positions) % multiple), "noised_tokens": tokens}
-        rows |= dict.fromkeys(ON_HOST, 0)
+        rows = {**dict.fromkeys(OF_MASKED, masked), **dict.fromkeys(ON_HOST, 0), "noised_tokens": tokens}
         values = {"positions": layout.num_tokens - 1, "t_text": 0.5, "t_latent": 0.5, "length_target": IGNORED}
         filled = {
             name: torch.cat([x, x.new_full((rows.get(name, samples), *x.shape[1:]), values.get(name, 0))])

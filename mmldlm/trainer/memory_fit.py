@@ -128,8 +128,7 @@ def _assess(
     def loss_of(network: Network) -> Tensor:
         # All of a step are on the device together, see `Trainer.accumulate`.
         noised = [all_masked(objective, batch) for batch in batches]
-        if components.sizes is not None:
-            noised = components.sizes.fill(noised, size.micro_batch_tokens)
+        noised = noised if components.sizes is None else components.sizes.fill(noised, size.micro_batch_tokens)
         noised = [batch.to(engine.device) for batch in noised]
         return objective(network, noised[index], noised[index].counts.tolist())[0]
 

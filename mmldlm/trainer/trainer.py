@@ -156,9 +156,8 @@ class Trainer:
     @phase("corrupt")
     def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
         """Noise the micro-batches of a step, see `corrupt_step`."""
-        components = self.components
-        samples = components.loader.batch_at(step).global_batch_size
-        return corrupt_step(self.config, components.objective, step, samples, micro_batches, components.sizes)
+        samples = self.components.loader.batch_at(step).global_batch_size
+        return corrupt_step(self.config, self.components.objective, step, samples, micro_batches, self.components.sizes)
 
     @phase("sync")
     def sync(self, step: int, noised: Sequence[NoisedBatch]) -> StepTotals:

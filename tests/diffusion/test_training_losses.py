@@ -235,19 +235,6 @@ def test_learned_weights_do_not_depend_on_micro_batches() -> None:
         assert values == pytest.approx(results[0][2], rel=1e-5)
 
 
-@pytest.mark.parametrize("weighting", ["fixed", "uncertainty"])
-def test_divisors_on_the_device_are_the_counts_of_the_step(weighting: Any) -> None:
-    total = objective(gaussian("vp_cosine", "v", "mse", 6), latent_weighting=weighting)
-    model, noised = model_of(total.config), noised_by(total)
-    counts = (3.7 * noised.counts).tolist()  # of a step of several micro-batches
-    results = []
-    for totals in (counts, total.divisors(counts, noised)):
-        loss, sums = total(model, noised, totals)
-        results.append((loss.detach(), sums, *gradients(model, loss).values()))
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
-    assert total.divisors([0.0] * len(counts), noised)[:3].tolist() == [1, 1, 1], "a step without a modality"
-
-
 @pytest.mark.parametrize("mode", ["l2t", "t2l"])
 def test_weight_of_an_absent_loss_is_unchanged(mode: Mode) -> None:
     total = learned()

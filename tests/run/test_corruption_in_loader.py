@@ -18,7 +18,7 @@ from mmldlm.config import RunConfig, load_config
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch, Objective
-from mmldlm.run.factory import CorruptedBatch, build_objective, corrupt_in_loader, corrupt_step
+from mmldlm.run.factory import CorruptedBatch, StaticSizes, build_objective, corrupt_in_loader, corrupt_step
 from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.noised_batch import noised_batch
 
@@ -49,19 +49,6 @@ def test_a_packed_batch_is_the_batch(mode: Any, latent_tokens: int) -> None:
     assert_same(received, noised)
     other = replace(received, positions=noised.positions.flip(0))
     assert torch.equal(other.packed.tensors()["positions"], other.positions), "not those of the other buffer"
-
-
-def test_places_of_a_packed_batch_are_those_of_its_shapes() -> None:
-    """What stays on the host has other sizes: its tensors are not in the buffer, also if it came from a worker."""
-    lengths = (1, 3, 4, 4), (3, 3, 3, 3)
-    one, other = (noised_batch("t2l", 3, of)[1] for of in lengths)  # without masked tokens
-    assert one.packed.places == other.packed.places and not {"counts", "sample_ids"} & one.packed.places.keys()
-    batch = CorruptedBatch(one.targets, one.noised_latents, lengths[0], one.sample_ids, one.sample_ids, 0, one)
-    receive, arguments = batch.__reduce__()
-    received = receive(*arguments).noised
-    assert received.packed.places == one.packed.places and received.packed.buffer.shape == one.packed.buffer.shape
-    assert received.packed.buffer.untyped_storage().nbytes() > received.packed.buffer.nbytes, "one buffer for all"
-    assert_same(received, one)
 
 
 class Copies(TorchDispatchMode):
@@ -103,21 +90,23 @@ def setup(tiny_store: Path) -> Setup:
     store = Store.open(tiny_store)
     objective = build_objective(config, store.manifest)
 
-    def loader(workers: int, device_type: str = "cpu") -> Loader:
+    def loader(workers: int, device_type: str = "cpu", sizes: StaticSizes | None = None) -> Loader:
         data = load_config(None, [f"data.num_workers={workers}", "data.pin_memory=false"]).data
-        corrupt = partial(corrupt_in_loader, config, objective, None)
+        corrupt = partial(corrupt_in_loader, config, objective, sizes)
         return Loader(store, "train", data, 3, constant_batch_size(16, 4), device_type=device_type, corrupt=corrupt)
 
     return config, objective, loader
 
 
-def test_workers_corrupt_as_the_main_process_does(setup: Setup) -> None:
+@pytest.mark.parametrize("sizes", [None, StaticSizes(32)])
+def test_workers_corrupt_as_the_main_process_does(setup: Setup, sizes: StaticSizes | None) -> None:
     config, objective, loader = setup
-    for (step, batches), (_, plain) in zip(loader(2).steps(3, 6), loader(0).steps(3, 6), strict=True):
+    for (step, batches), (_, plain) in zip(loader(2, sizes=sizes).steps(3, 6), loader(0).steps(3, 6), strict=True):
         assert not any(isinstance(batch, CorruptedBatch) for batch in plain)
-        ours, theirs = (corrupt_step(config, objective, step, 16, each) for each in (batches, plain))
+        ours, theirs = (corrupt_step(config, objective, step, 16, each, sizes) for each in (batches, plain))
         for batch, one, other in zip(batches, ours, theirs, strict=True):
             assert isinstance(batch, CorruptedBatch) and one is batch.noised
+            assert one.packed.places == other.packed.places and (one.layout.num_filler > 0) == (sizes is not None)
             assert_same(one, other)
         for batch, other in zip(batches, plain, strict=True):
             assert all(torch.equal(getattr(batch, name), getattr(other, name)) for name in BATCH_TENSORS)

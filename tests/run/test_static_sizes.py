@@ -2,164 +2,157 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from mmldlm import train
 from mmldlm.batch import Batch, PackedLayout
-from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentConfig
-from mmldlm.diffusion.masked import MaskedDiffusion
-from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
-from mmldlm.diffusion.objective import LossConfig, NoisedBatch, Objective
-from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
+from mmldlm.data.batch_schedule import BatchSize, deal
+from mmldlm.diffusion.objective import LossConfig, NoisedBatch
+from mmldlm.model.activation_checkpoint import MemoryConfig
 from mmldlm.model.heads import LossWeights
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.model.ops import assume_device
-from mmldlm.run.factory import StaticSizes
+from mmldlm.run.factory import OF_MASKED, StaticSizes
+from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.packed_tensors import PackedTensors
-from tests.helpers.small_model import MASK, MAX_LENGTH, PAD, random_inputs, small_model
+from tests.helpers.engine_runs import record_list
+from tests.helpers.noised_batch import noised_batch
+from tests.helpers.small_model import MAX_LENGTH, small_model
 
-SIZES = StaticSizes(MAX_LENGTH)
-BUDGET = 128  # the smallest multiples: 128 tokens and 128 masked tokens
-MIXED = {"joint": 1.0, "l2t": 1.0, "t2l": 1.0}
-
-
-@pytest.fixture
-def gpu_operators() -> Iterator[None]:
-    """The operators of a GPU, on the CPU."""
-    with assume_device("cuda"):
-        yield
+quick = pytest.mark.quick
+SIZES, BUDGET = StaticSizes(MAX_LENGTH), 128  # multiples of 128 tokens, the smallest
+MIXED = {"joint": 1, "l2t": 1, "t2l": 1}
+LEARNED = LossConfig(latent_weighting="uncertainty", latent="normalized_mse")
+TERMS = LossConfig(label_smoothing=0.1, z_loss=1e-3, text_weight_limit=3.0, latent_time_weighting="min_snr")
 
 
-def objective_of(loss: LossConfig, text: Any = "elbo") -> Objective:
-    masked = MaskedDiffusion(MASK, text, "independent", prefix_end=PAD)
-    return Objective(loss, masked, GaussianDiffusion(LatentConfig(), loss.latent), 5, accuracy=True)
-
-
-def network(loss: LossConfig, latent_tokens: int = 1, memory: MemoryConfig = KEEP_ALL) -> MMDiT:
-    model = small_model(latent_tokens, "math", memory=memory).train()
+def network(loss: LossConfig, latent_tokens: int = 1, memory: Any = "none") -> MMDiT:
+    model = small_model(latent_tokens, "math", memory=MemoryConfig(memory)).train()
     model.text_terms = loss.needs_text_terms
     model.loss_weights = LossWeights((1.0, 10.0)) if loss.latent_weighting == "uncertainty" else None
     return model
 
 
-def micro_batch(
-    objective: Objective,
-    lengths: Sequence[int],
-    latent_tokens: int = 1,
-    mode: Mode | dict[Mode, float] = "joint",
-    seed: int = 0,
-) -> NoisedBatch:
-    inputs, slots = random_inputs(tuple(lengths), latent_tokens, seed), torch.arange(len(lengths))
-    tokens = inputs.tokens.clamp_max(MASK - 1)
-    if lengths[-1] > 2:
-        tokens[-2] = PAD  # the last sample has a prefix, and one token of text
-    batch = Batch(tokens, inputs.latents, tuple(lengths), slots, slots)
-    return objective.corrupt(batch, draw_noise(batch, seed, 3, len(lengths), mode_weights(mode)))
-
-
-def results(objective: Objective, model: MMDiT, batch: NoisedBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    model.zero_grad()
-    loss, sums = objective(model, batch, (3 * batch.counts).tolist())
-    loss.backward()
-    gradients = {name: part.grad for name, part in model.named_parameters() if part.grad is not None}
-    return loss.detach(), sums, gradients
-
-
-@pytest.mark.quick
+@quick
+@pytest.mark.parametrize("lengths", [(1, 2, 2, 5, 9, 16, 16, 16), (1,)])
 @pytest.mark.parametrize(
-    ("loss", "options"),
+    ("mode", "loss", "latent_tokens", "memory"),
     [
-        ({}, {}),
-        ({}, {"latent_tokens": 3}),
-        ({}, {"lengths": (1,)}),
-        ({}, {"mode": "t2l"}),
-        ({}, {"mode": "l2t"}),
-        ({"latent": "mse"}, {"mode": MIXED, "text": "masked_mean"}),
-        ({"latent_weighting": "uncertainty", "latent": "normalized_mse"}, {"mode": MIXED}),
-        ({"label_smoothing": 0.1, "z_loss": 1e-3, "text_weight_limit": 3.0, "latent_time_weighting": "min_snr"}, {}),
-        ({}, {"memory": MemoryConfig("selective")}),
-        ({"latent_weighting": "uncertainty"}, {"memory": MemoryConfig("full"), "latent_tokens": 3}),
+        ("t2l", LossConfig(), 1, "none"),
+        ("l2t", LossConfig(), 3, "full"),
+        (MIXED, LossConfig(text="masked_mean", latent="mse"), 1, "selective"),
+        (MIXED, LEARNED, 1, "none"),
+        ("joint", TERMS, 3, "full"),
     ],
-    ids=str,
 )
 def test_filler_changes_no_loss_sum_or_gradient(
-    gpu_operators: None, loss: dict[str, Any], options: dict[str, Any]
+    lengths: tuple[int, ...], mode: Any, loss: LossConfig, latent_tokens: int, memory: Any
 ) -> None:
-    config, latent_tokens = LossConfig(**loss), options.get("latent_tokens", 1)
-    objective = objective_of(config, options.get("text", "elbo"))
-    model = network(config, latent_tokens, options.get("memory", KEEP_ALL))
-    lengths = options.get("lengths", (1, 2, 2, 5, 9, 16, 16, 16))
-    plain = micro_batch(objective, lengths, latent_tokens, options.get("mode", "joint"))
+    objective, plain = noised_batch(mode, latent_tokens, lengths, loss, accuracy=True)
     (filled,) = SIZES.fill([plain], BUDGET)
     assert len(filled.noised_tokens) == 128 and len(filled.positions) == (128 if len(plain.positions) else 0)
-    assert filled.layout.num_samples == len(lengths) + 8
-    assert filled.layout.without_filler().lengths == plain.layout.lengths
-    expected, actual = results(objective, model, plain), results(objective, model, filled)
-    torch.testing.assert_close(actual[:2], expected[:2], rtol=1e-6, atol=1e-6)
-    assert expected[2].keys() == actual[2].keys()
-    for name, gradient in expected[2].items():
-        assert (actual[2][name] - gradient).norm() <= 1e-5 * gradient.norm() + 1e-9, name
+    assert filled.layout.without_filler().lengths == lengths and filled.layout.num_samples == len(lengths) + 8
+    model, counts = network(loss, latent_tokens, memory), (3 * plain.counts).tolist()
+    results = []
+    for batch, totals in ((plain, counts), (filled, objective.divisors(counts, filled))):
+        model.zero_grad()
+        with assume_device("cuda"):
+            value, sums = objective(model, batch, totals)
+            value.backward()
+        results.append((value.detach(), sums, *(part.grad for part in model.parameters() if part.grad is not None)))
+    torch.testing.assert_close(results[1][:2], results[0][:2], rtol=1e-6, atol=1e-6)
+    for one, other in zip(results[0][2:], results[1][2:], strict=True):
+        assert (one - other).norm() <= 1e-5 * one.norm() + 1e-9
 
 
-@pytest.mark.quick
-def test_what_is_filled_stays_and_a_layout_has_no_other_empty_sample() -> None:
-    objective = objective_of(LossConfig())
-    plain = [micro_batch(objective, lengths) for lengths in ((3, 4, 5), (7,) * 8, (16,) * 9)]
-    filled = SIZES.fill(plain, BUDGET)
-    assert {batch.layout.num_samples for batch in filled} == {9 + 8}, "of the step's largest micro-batch"
-    assert filled[1].layout.lengths == (7,) * 8 + (16,) * 4 + (8,) + (0,) * 4
+@quick
+def test_sizes_are_those_of_a_step_and_what_is_filled_stays() -> None:
+    filled = SIZES.fill([noised_batch("joint", 1, of)[1] for of in ((3, 4, 5), (7,) * 8, (16,) * 9)], BUDGET)
     assert [len(batch.noised_tokens) for batch in filled] == [128, 128, 256]
+    assert filled[1].layout.lengths == (7,) * 8 + (16,) * 4 + (8,) + (0,) * 4
+    assert {batch.layout.num_samples for batch in filled} == {9 + 8}
     assert all(one is other for one, other in zip(SIZES.fill(filled, BUDGET), filled, strict=True))
-    for name in ("counts", "sample_ids"):
-        assert torch.equal(getattr(filled[0], name), getattr(plain[0], name))
     with pytest.raises(AssertionError, match="without tokens"):
         PackedLayout((0, 2), 1)
 
 
-# ---- what is recorded once -----------------------------------------------------------------------------------------
+@quick
+@pytest.mark.parametrize(("kind", "samples", "most"), [("documents", 256, 40), ("sentences", 2048, 8)])
+def test_few_sizes_with_little_filler_hold_real_lengths(kind: str, samples: int, most: int) -> None:
+    path, rng = Path(__file__).parents[2] / "benchmarks/data/lengths.json", np.random.default_rng(0)
+    histogram = np.minimum(json.loads(path.read_text())[kind]["lengths"], 256) * (2 if kind == "documents" else 1)
+    sizes, counts, fields_of = set(), [], [field.name for field in fields(NoisedBatch)]
+    for _ in range(200):
+        lengths = rng.choice(histogram, samples)
+        masked = np.ceil(rng.permutation(samples) / samples * lengths).astype(int)
+        step = []
+        for slots in deal(lengths, BatchSize(samples, samples, 32_768), 1, 1):  # micro-batches that have shapes alone
+            of, masks = tuple(lengths[slots[:, 0]].tolist()), int(masked[slots].sum())
+            rows = {"noised_tokens": sum(of)} | dict.fromkeys(OF_MASKED, masks)
+            values: Any = {name: torch.empty(rows.get(name, len(of)), device="meta") for name in fields_of}
+            step.append(NoisedBatch(**{**values, "layout": PackedLayout(of, 1)}))
+        for plain, filled in zip(step, StaticSizes(512).fill(step, 32_768), strict=True):
+            sizes.add((len(filled.noised_tokens), len(filled.positions), len(filled.t_text)))
+            counts.append([len(x) for each in (plain, filled) for x in (each.noised_tokens, each.positions)])
+    tokens, masks, filled_tokens, filled_masks = np.sum(counts, axis=0)
+    assert len(sizes) <= most and tokens >= 0.97 * filled_tokens and masks >= 0.94 * filled_masks
 
-WAITS = ("_local_scalar_dense", "nonzero", "aten.item")
 
-
-@pytest.mark.quick
-@pytest.mark.parametrize(("divisors", "weighting"), [("tensor", "uncertainty"), ("numbers", "fixed")])
-def test_a_recorded_step_computes_the_other_micro_batches_of_its_sizes(
-    gpu_operators: None, divisors: str, weighting: Any
-) -> None:
-    """Operators are recorded as a GPU's graph has them: what Python computed from the first micro-batch stays.
-
-    With numbers instead of a tensor as divisors the replayed losses are wrong, so the test would see such a number.
-    """
-    config = LossConfig(latent_weighting=weighting)
-    objective, model = objective_of(config), network(config)
-    shapes = (1, 5, 9, 16, 16, 16, 16), (9, 9, 9, 9, 9, 9, 10), (14, 14, 15, 15, 16, 16, 16)
-    batches = [micro_batch(objective, lengths, mode=MIXED, seed=seed) for seed, lengths in enumerate(shapes)]
-    first, *others = SIZES.fill(batches, BUDGET)
+@quick
+@pytest.mark.parametrize(("divisors", "loss"), [("tensor", LEARNED), ("numbers", LossConfig())])
+def test_a_recorded_step_computes_the_other_micro_batches_of_its_sizes(divisors: str, loss: LossConfig) -> None:
+    """As in a GPU's graph, what Python computed from the first micro-batch stays: the test sees it of divisors."""
+    lengths = (1, 5, 9, 16, 16, 16, 16), (9, 9, 9, 9, 9, 9, 10), (14, 14, 15, 15, 16, 16, 16)
+    batches = [noised_batch(MIXED, 1, of, loss, accuracy=True) for of in lengths]
+    objective, (first, *others) = batches[0][0], SIZES.fill([batch for _, batch in batches], BUDGET)
     assert all(batch.packed.places == first.packed.places for batch in others)
-    names = dict(model.named_parameters())
+    names = dict((model := network(loss)).named_parameters())
 
-    def step(buffer: Tensor, divisors: Any, *weights: Tensor) -> tuple[Tensor, ...]:
-        packed = PackedTensors(buffer, first.packed.places)
+    def step(buffer: Tensor, totals: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+        packed, values = PackedTensors(buffer, first.packed.places), dict(zip(names, weights, strict=True))
         batch = NoisedBatch.from_packed(packed, first.layout, first.counts, first.sample_ids)
-        values = dict(zip(names, weights, strict=True))
-        loss, sums = objective(lambda *x: torch.func.functional_call(model, values, x), batch, divisors)
-        return loss.detach(), sums, *torch.autograd.grad(loss, weights)
+        value, sums = objective(lambda *x: torch.func.functional_call(model, values, x), batch, totals)
+        return value.detach(), sums, *torch.autograd.grad(value, weights)
 
     def arguments(batch: NoisedBatch) -> tuple[Any, ...]:
         totals = (3 * batch.counts).tolist()
-        by = objective.divisors(totals, batch) if divisors == "tensor" else totals
-        return batch.packed.buffer, by, *names.values()
+        totals = objective.divisors(totals, batch) if divisors == "tensor" else totals
+        return batch.packed.buffer, totals, *names.values()
 
-    recorded = make_fx(step)(*arguments(first))
-    operators = [str(node.target) for node in recorded.graph.nodes]
-    assert not [name for name in operators if any(wait in name for wait in WAITS)]
-    for batch in (first, *others):
-        with torch.no_grad():
-            replayed = recorded(*arguments(batch))
-        same = [torch.equal(one, other) for one, other in zip(replayed, step(*arguments(batch)), strict=True)]
-        assert all(same) or (divisors == "numbers" and batch is not first and not same[0])
+    with assume_device("cuda"):
+        recorded = make_fx(step)(*arguments(first))
+        assert not [x for x in recorded.graph.nodes if "local_scalar" in str(x.target) or "nonzero" in str(x.target)]
+        for batch in (first, *others):
+            with torch.no_grad():
+                replayed = recorded(*arguments(batch))
+            same = [torch.equal(one, other) for one, other in zip(replayed, step(*arguments(batch)), strict=True)]
+            assert all(same) or (divisors == "numbers" and batch is not first and not same[0])
+
+
+class Filled(Trainer):
+    def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+        self.components = replace(self.components, sizes=StaticSizes(32))
+        noised = super().corrupt(step, micro_batches)
+        assert {len(batch.noised_tokens) for batch in noised} == {128}
+        return noised
+
+
+def test_a_run_with_filler_logs_what_it_does_without(tiny_config: Path, tmp_path: Path) -> None:
+    settings = "attention.backend=math", "train.micro_batch_tokens=60", "loss.latent_weighting=uncertainty"
+    for name, trainer in (("plain", Trainer), ("filled", Filled)):
+        assert train.main([str(tiny_config), *settings, f"run.dir={tmp_path / name}"], trainer_cls=trainer) == 0
+    for records in zip(record_list(tmp_path / "plain"), record_list(tmp_path / "filled"), strict=True):
+        flops = [record["speed/tflops_per_s"] * record["speed/step_s"] for record in records]
+        names = [name for name in records[0] if name.startswith(("loss/", "accuracy/", "data/", "optim/"))]
+        plain, filled = ([record[name] for name in names] for record in records)
+        assert filled == pytest.approx(plain, rel=1e-4) and flops[0] == pytest.approx(flops[1]), names
