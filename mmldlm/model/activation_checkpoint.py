@@ -76,3 +76,4 @@ def checkpoint_blocks(blocks: nn.ModuleList, memory: MemoryConfig, uses_rng: boo
         if method is not None:
             # `attention` has no dropout, so only `forward` must restore the generator's state.
             setattr(block, method, Recomputed(block, method, uses_rng and method == "forward"))
+            block.keeps_inputs_alone = method == "forward"  # type: ignore[assignment]

@@ -18,8 +18,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.library import triton_op, wrap_triton
 
+from mmldlm.model.ops import TILE_ROWS
+
 PAIRS = 64  # (row, head) pairs of a program
-TILE_ROWS, TILE_COLUMNS = 16, 64  # of a sum over rows
+NORM_NUMEL = 4096  # elements of a norm's rows, at a time
 
 
 @triton.jit
@@ -93,15 +95,75 @@ def _heads_backward_kernel(
 
 
 @triton.jit
-def _sums_kernel(values, offsets, out, width, tile_rows: tl.constexpr, tile_columns: tl.constexpr):
-    sample, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
-    start, stop, is_column = tl.load(offsets + sample), tl.load(offsets + sample + 1), columns < width
-    total = tl.zeros([tile_rows, tile_columns], tl.float32)
-    for first in range(start, stop, tile_rows):
-        rows = first + tl.arange(0, tile_rows).to(tl.int64)
-        at = rows[:, None] * width + columns[None]
-        total += tl.load(values + at, (rows < stop)[:, None] & is_column[None], 0.0).to(tl.float32)
-    tl.store(out + sample * width + columns, tl.sum(total, 0), is_column)
+def _row_norm(values, is_column, epsilon, width: tl.constexpr):
+    centered = tl.where(is_column, values - (tl.sum(values, 1) / width)[:, None], 0.0)
+    rstd = tl.rsqrt(tl.sum(centered * centered, 1) / width + epsilon)[:, None]
+    return centered * rstd, rstd
+
+
+@triton.jit
+def _norm_tile(offsets, tiles, tile_rows: tl.constexpr):
+    sample = tl.program_id(0).to(tl.int64)
+    first, stop = sample, sample + 1  # without tiles row i belongs to sample i
+    if tiles is not None:
+        sample = tl.load(tiles + first)
+        start = tl.load(offsets + sample)
+        first = start + (first - start // tile_rows - sample) * tile_rows
+        stop = tl.minimum(first + tile_rows, tl.load(offsets + sample + 1))
+    return sample, first, stop
+
+
+@triton.jit
+def _add_norm_kernel(
+    x, branch, gate, shift_scale, offsets, tiles, y, out, gate_stride, mod_stride, epsilon, width: tl.constexpr,
+    block: tl.constexpr, rows_block: tl.constexpr, tile_rows: tl.constexpr,
+):  # fmt: skip
+    sample, first, stop = _norm_tile(offsets, tiles, tile_rows)
+    columns = tl.arange(0, block)[None]
+    is_column = columns < width
+    gates = tl.load(gate + sample * gate_stride + columns, is_column, 0.0).to(tl.float32)
+    shift_at = shift_scale + sample * mod_stride + columns
+    shift = tl.load(shift_at, is_column, 0.0).to(tl.float32)
+    scale = tl.load(shift_at + width, is_column, 0.0).to(tl.float32) + 1
+    for start in range(first, stop, rows_block):
+        rows = (start + tl.arange(0, rows_block))[:, None]
+        at, mask = rows * width + columns, (rows < stop) & is_column
+        values = tl.load(x + at, mask, 0.0) + gates * tl.load(branch + at, mask, 0.0).to(tl.float32)
+        normal, _ = _row_norm(values, is_column, epsilon, width)
+        tl.store(y + at, values, mask)
+        tl.store(out + at, (normal * scale + shift).to(out.dtype.element_ty), mask)
+
+
+@triton.jit
+def _add_norm_backward_kernel(
+    y_grad, out_grad, y, branch, gate, shift_scale, offsets, tiles, x_grad, branch_grad, sums, gate_stride, mod_stride,
+    epsilon, width: tl.constexpr, block: tl.constexpr, rows_block: tl.constexpr, tile_rows: tl.constexpr,
+):  # fmt: skip
+    sample, first, stop = _norm_tile(offsets, tiles, tile_rows)
+    columns = tl.arange(0, block)[None]
+    is_column = columns < width
+    gates = tl.load(gate + sample * gate_stride + columns, is_column, 0.0).to(tl.float32)
+    scale = tl.load(shift_scale + sample * mod_stride + width + columns, is_column, 0.0).to(tl.float32) + 1
+    shift_sum = tl.zeros([1, block], tl.float32)
+    scale_sum, gate_sum = shift_sum, shift_sum
+    for start in range(first, stop, rows_block):
+        rows = (start + tl.arange(0, rows_block))[:, None]
+        at, mask = rows * width + columns, (rows < stop) & is_column
+        normal, rstd = _row_norm(tl.load(y + at, mask, 0.0), is_column, epsilon, width)
+        grad = tl.load(out_grad + at, mask, 0.0).to(tl.float32)
+        shift_sum += tl.sum(grad, 0)[None]
+        scale_sum += tl.sum(grad * normal, 0)[None]
+        # Layer norm's gradient: without the mean and the component along the normalized row, times rstd.
+        grad *= scale
+        grad -= (tl.sum(grad, 1) / width)[:, None] + normal * (tl.sum(grad * normal, 1) / width)[:, None]
+        grad = grad * rstd + tl.load(y_grad + at, mask, 0.0)
+        gate_sum += tl.sum(grad * tl.load(branch + at, mask, 0.0).to(tl.float32), 0)[None]
+        tl.store(x_grad + at, grad, mask)
+        tl.store(branch_grad + at, (grad * gates).to(branch_grad.dtype.element_ty), mask)
+    sums_at = sums + tl.program_id(0).to(tl.int64) * 3 * width + columns
+    tl.store(sums_at, shift_sum, is_column)
+    tl.store(sums_at + width, scale_sum, is_column)
+    tl.store(sums_at + 2 * width, gate_sum, is_column)
 
 
 def _shape(qkv_T3HK: Tensor, cos: Tensor | None) -> tuple[int, dict[str, int | bool]]:
@@ -153,11 +215,41 @@ class NormalizeHeads(Function):
         return *_normalize_heads_backward(grad_T3HK.contiguous(), *ctx.saved_tensors, ctx.epsilon), None, None, None
 
 
-@triton_op("mmldlm::sample_sums", mutates_args=())
-def sample_sums(values_TD: Tensor, offsets: Tensor) -> Tensor:
-    """Return the sums [B, D] in float32 of the rows offsets[b] to offsets[b + 1], in a fixed order."""
-    samples, width = offsets.shape[0] - 1, values_TD.shape[1]
-    out = values_TD.new_empty(samples, width, dtype=torch.float32)
-    grid = (samples, triton.cdiv(width, TILE_COLUMNS))
-    wrap_triton(_sums_kernel)[grid](values_TD, offsets, out, width, TILE_ROWS, TILE_COLUMNS)
-    return out
+def _norm_shape(x_TD: Tensor, gate_BD: Tensor, shift_scale_B2D: Tensor, epsilon: float) -> dict[str, float]:
+    width = x_TD.shape[1]
+    block = triton.next_power_of_2(width)
+    strides = {"gate_stride": gate_BD.stride(0), "mod_stride": shift_scale_B2D.stride(0), "epsilon": epsilon}
+    shape = {"width": width, "block": block, "rows_block": min(TILE_ROWS, max(1, NORM_NUMEL // block))}
+    return {**strides, **shape, "tile_rows": TILE_ROWS, "num_warps": 4 if block <= 1024 else 8}
+
+
+@triton_op("mmldlm::add_norm", mutates_args=())
+def add_norm(
+    x_TD: Tensor, branch_TD: Tensor, gate_BD: Tensor, shift_scale_B2D: Tensor, offsets: Tensor | None = None,
+    tiles: Tensor | None = None, dtype: torch.dtype = torch.float32, epsilon: float = 0.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return x + gate * branch [T, D], and in `dtype` the layer norm of it, scaled and shifted, [T, D].
+
+    `offsets` and `tiles` are those of `ops.SampleRows`; without them row i belongs to sample i.
+    """
+    y, out = torch.empty_like(x_TD), torch.empty_like(x_TD, dtype=dtype)
+    inputs, shape = (x_TD, branch_TD, gate_BD, shift_scale_B2D), _norm_shape(x_TD, gate_BD, shift_scale_B2D, epsilon)
+    programs = x_TD.shape[0] if tiles is None else tiles.shape[0]
+    wrap_triton(_add_norm_kernel)[(programs,)](*inputs, offsets, tiles, y, out, **shape)
+    return y, out
+
+
+@triton_op("mmldlm::add_norm_backward", mutates_args=())
+def add_norm_backward(
+    y_grad: Tensor, out_grad: Tensor, y_TD: Tensor, branch_TD: Tensor, gate_BD: Tensor, shift_scale_B2D: Tensor,
+    offsets: Tensor | None = None, tiles: Tensor | None = None, epsilon: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of x and branch, and each tile's sums [tiles, 3D] of those of shift, scale and gate."""
+    x_grad, branch_grad = torch.empty_like(y_TD), torch.empty_like(branch_TD)
+    inputs, shape = (y_TD, branch_TD, gate_BD, shift_scale_B2D), _norm_shape(y_TD, gate_BD, shift_scale_B2D, epsilon)
+    programs = y_TD.shape[0] if tiles is None else tiles.shape[0]
+    sums = y_TD.new_empty(programs, 3 * y_TD.shape[1])
+    wrap_triton(_add_norm_backward_kernel)[(programs,)](
+        y_grad, out_grad, *inputs, offsets, tiles, x_grad, branch_grad, sums, **shape
+    )
+    return x_grad, branch_grad, sums

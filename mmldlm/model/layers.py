@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.model.ops import SampleRows, modulated_linear, normalize_heads, swiglu_linear
+from mmldlm.model.ops import SampleRows, Stream, modulated_linear, normalize_heads, swiglu_linear
 
 TIME_SCALE = 1000.0  # factor of t in [0, 1] before the sinusoids, which gives the range of models with 1000 steps
 
@@ -106,9 +106,11 @@ def modulate_at_once(modulations: Sequence[Modulation], conditioning_BT: Tensor)
 class ModulatedLinear(nn.Linear):
     """Layer norm, scaled and shifted by the modulation, then a linear layer."""
 
-    def forward(self, x_TD: Tensor, mod: ModulationOut, rows: SampleRows | None) -> Tensor:  # type: ignore[override]
-        """Return [T, O]; `rows` are the samples of the rows, None if row i belongs to sample i."""
-        return modulated_linear(x_TD, mod.shift_scale, rows, self.weight, self.bias)
+    def forward(  # type: ignore[override]
+        self, stream: Stream, mod: ModulationOut, rows: SampleRows | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the stream [T, D] after its addition, and [T, O]; `rows` None: row i belongs to sample i."""
+        return modulated_linear(stream, mod.shift_scale, rows, self.weight, self.bias)
 
 
 class ActivatedLinear(nn.Linear):
@@ -136,6 +138,7 @@ class FeedForward(nn.Module):
         self.up = ModulatedLinear(width, 2 * hidden if kind == "swiglu" else hidden, bias=False)
         self.down = ActivatedLinear(hidden, width, kind)
 
-    def forward(self, x_TD: Tensor, mod: ModulationOut, rows: SampleRows | None) -> Tensor:
-        """Return [T, D] from the stream [T, D], modulated; `rows` as in `ModulatedLinear`."""
-        return self.down(self.up(x_TD, mod, rows))
+    def forward(self, stream: Stream, mod: ModulationOut, rows: SampleRows | None) -> tuple[Tensor, Tensor]:
+        """Return the stream [T, D] after its addition, and the feed-forward's output [T, D]."""
+        x_TD, hidden_TF = self.up(stream, mod, rows)
+        return x_TD, self.down(hidden_TF)

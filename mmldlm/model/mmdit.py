@@ -32,7 +32,7 @@ from mmldlm.model.layers import (
     modulate_at_once,
     rotary_angles,
 )
-from mmldlm.model.ops import SampleRows, add_gated, gather_rows, load_gpu_kernels, modulate, runs_on_cpu
+from mmldlm.model.ops import SampleRows, Stream, gather_rows, load_gpu_kernels, modulated, runs_on_cpu
 from mmldlm.model.parts import Part, part_of
 from mmldlm.settings.declaration import setting
 
@@ -137,16 +137,25 @@ class BlockStream(nn.Module):
         self.mlp = FeedForward(width, config.mlp_ratio, config.mlp)
         self.dropout = nn.Dropout(config.dropout)
 
-    def project(self, x_TD: Tensor, mod: ModulationOut, rows: SampleRows | None) -> Tensor:
-        """Return q, k and v [T, 3, H, K] of the modulated stream."""
-        return self.qkv(x_TD, mod, rows).unflatten(-1, (3, self.heads, -1))
+    def project(self, stream: Stream, mod: ModulationOut, rows: SampleRows | None) -> tuple[Tensor, Tensor]:
+        """Return the stream [T, D] after its addition, and q, k and v [T, 3, H, K] of the modulated stream."""
+        x_TD, qkv = self.qkv(stream, mod, rows)
+        return x_TD, qkv.unflatten(-1, (3, self.heads, -1))
 
     def residual(
-        self, x_TD: Tensor, attn_THK: Tensor, attn_mod: ModulationOut, mlp_mod: ModulationOut, rows: SampleRows | None
-    ) -> Tensor:
-        """Add the gated outputs of attention and feed-forward to the stream; [T, D]."""
-        x_TD = add_gated(x_TD, attn_mod.gate, self.dropout(self.out(attn_THK.flatten(1))), rows)
-        return add_gated(x_TD, mlp_mod.gate, self.dropout(self.mlp(x_TD, mlp_mod, rows)), rows)
+        self,
+        x_TD: Tensor,
+        attn_THK: Tensor,
+        attn_mod: ModulationOut,
+        mlp_mod: ModulationOut,
+        rows: SampleRows | None,
+        adds: bool,
+    ) -> Stream:
+        """Return the stream with the gated outputs of attention and feed-forward; `adds`: with the second one added."""
+        attended = Stream(x_TD, self.dropout(self.out(attn_THK.flatten(1))), attn_mod.gate)
+        x_TD, mlp_TD = self.mlp(attended, mlp_mod, rows)
+        stream = Stream(x_TD, self.dropout(mlp_TD), mlp_mod.gate)
+        return Stream(stream.added(rows)) if adds else stream
 
 
 class Rows(NamedTuple):
@@ -161,30 +170,32 @@ class Rows(NamedTuple):
 
 
 class MMDiTBlock(nn.Module):
-    """Joint attention over both streams, then a feed-forward network for each (arXiv 2403.03206, figure 2b)."""
+    """Joint attention over both streams, then a feed-forward network for each (arXiv 2403.03206, figure 2b).
+
+    The last addition to a stream is left to what reads it next: on a GPU a kernel adds in passing.
+    """
+
+    keeps_inputs_alone = False  # as `forward` is recomputed in backward; with nothing left to add, inputs are fewer
 
     def __init__(self, config: ModelConfig, latent_width: int):
         super().__init__()
         self.text = BlockStream(config, config.width)
         self.latent = BlockStream(config, latent_width)
 
-    def forward(
-        self, text_ND: Tensor, latent_TE: Tensor, conditioning: Conditioning, rows: Rows
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, text: Stream, latent: Stream, conditioning: Conditioning, rows: Rows) -> tuple[Stream, Stream]:
         """Update both streams: text [N, D], or [P, D] of the tokens to keep, and latents [B*M, E]."""
         (text_attn_mod, text_mlp_mod), (latent_attn_mod, latent_mlp_mod) = self.modulations(conditioning)
-        text_attn, latent_attn = self.attention(
-            self.text.project(text_ND, text_attn_mod, rows.text),
-            self.latent.project(latent_TE, latent_attn_mod, rows.latent),
-            rows,
-        )
+        text_ND, text_qkv = self.text.project(text, text_attn_mod, rows.text)
+        latent_TE, latent_qkv = self.latent.project(latent, latent_attn_mod, rows.latent)
+        text_attn, latent_attn = self.attention(text_qkv, latent_qkv, rows)
         text_rows = rows.text
         if rows.kept is not None:  # nothing attends to the last block's outputs: only predicted tokens continue
             positions_P, text_rows = rows.kept
             text_ND, text_attn = text_ND.index_select(0, positions_P), text_attn.index_select(0, positions_P)
-        text_ND = self.text.residual(text_ND, text_attn, text_attn_mod, text_mlp_mod, text_rows)
-        latent_TE = self.latent.residual(latent_TE, latent_attn, latent_attn_mod, latent_mlp_mod, rows.latent)
-        return text_ND, latent_TE
+        adds = self.keeps_inputs_alone or runs_on_cpu(text_ND)
+        text = self.text.residual(text_ND, text_attn, text_attn_mod, text_mlp_mod, text_rows, adds)
+        latent = self.latent.residual(latent_TE, latent_attn, latent_attn_mod, latent_mlp_mod, rows.latent, adds)
+        return text, latent
 
     def modulations(self, conditioning: Conditioning) -> tuple[list[ModulationOut], list[ModulationOut]]:
         """Return the modulations of attention and feed-forward, for text and latents."""
@@ -315,7 +326,8 @@ class MMDiT(nn.Module):
             latent_BME = self.latent_in(noised_latents.to(self.latent_in.weight.dtype)).float() + self.latent_position
             # Before the blocks and without t_text: generation draws a length before there is any text.
             length_logits = self.length_head(latent_BME, latent_time_BT)
-            text, latent = self.token_embedding(noised_tokens).float(), latent_BME.flatten(0, 1)
+            text = Stream(self.token_embedding(noised_tokens).float())
+            latent = Stream(latent_BME.flatten(0, 1))
             rows = self._rows(layout)
             predicted = SampleRows.of(rows.text.ids.index_select(0, positions), layout.num_samples)
             *blocks, last_block = zip(self.blocks, self._block_conditioning(conditioning_BT), strict=True)
@@ -351,21 +363,21 @@ class MMDiT(nn.Module):
     # The final gates are 1 + adaLN's gate: at initialization, where that is zero, gradients must pass.
 
     def _predict_text(
-        self, text_PD: Tensor, conditioning_BT: Tensor, rows: SampleRows, targets_P: Tensor | None
+        self, text: Stream, conditioning_BT: Tensor, rows: SampleRows, targets_P: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return `Prediction.text` and `is_best`; `rows` are the samples of the tokens to predict."""
         (final,) = self.text_final(conditioning_BT)
-        hidden_PD = self.text_out(text_PD, final, rows) * gather_rows(1 + final.gate, rows)
+        hidden_PD = self.text_out(text, final, rows)[1] * gather_rows(1 + final.gate, rows)
         # Validation's objective takes likelihoods alone (`Objective.for_validation`).
         terms = self.training and self.text_terms
         return self.text_head(hidden_PD, self.token_embedding.weight, targets_P, terms)
 
     def _predict_latents(
-        self, latent_TE: Tensor, conditioning_BT: Tensor, rows: SampleRows | None, noised_BMC: Tensor
+        self, latent: Stream, conditioning_BT: Tensor, rows: SampleRows | None, noised_BMC: Tensor
     ) -> Tensor:
         """Return `Prediction.latent`; `rows` are the samples of the latent tokens."""
         (final,) = self.latent_final(conditioning_BT)
-        hidden_TE = modulate(latent_TE, final.shift_scale, rows) * gather_rows(1 + final.gate, rows)
+        hidden_TE = modulated(latent, final.shift_scale, rows)[1] * gather_rows(1 + final.gate, rows)
         # A copy: outputs that are views would lose FSDP2's hook, which starts the backward pass, if changed in place.
         latent_BMC: Tensor = self.latent_head(hidden_TE).unflatten(0, noised_BMC.shape[:2]).to(torch.float32, copy=True)
         if self.latent_skip is None:

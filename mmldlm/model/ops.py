@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache, wraps
 from importlib import import_module
 from typing import Any, NamedTuple, ParamSpec
@@ -31,23 +30,24 @@ log = logging.getLogger(__name__)
 EPSILON = 1e-6
 CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
 MAX_FAKE_CHUNKS = 16  # per tensor without memory, where chunks only cost time; the memory of one stays small
-_assumed_device: ContextVar[str | None] = ContextVar("assumed_device", default=None)
-_gpu_kernels: Any = None  # the module, once `load_gpu_kernels` has run one of them
+TILE_ROWS = 16  # rows of a tile; each is one program of a kernel, and one row of the sums that are left to add up
+_assumed_device: str | None = None
+_gpu_kernels: dict[str, Any] = {}  # by type of device: the module, once `load_gpu_kernels` has run one of its kernels
 P = ParamSpec("P")
 
 
 @cache
 def load_gpu_kernels(device: torch.device) -> None:
     """Load the kernels of a GPU and run one, once in a process; where Triton does not run, the formulas are used."""
-    global _gpu_kernels
     try:
         kernels = import_module("mmldlm.model.gpu_kernels")
-        kernels.sample_sums(torch.ones(1, 1, device=device), torch.arange(2, device=device))
+        ones = torch.ones(1, 2, device=device)
+        kernels.add_norm(*[ones[:, :1]] * 3, ones, None, None, torch.float32, EPSILON)
     except Exception as error:  # no Triton, no C compiler, an old GPU: errors of many types
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         log.warning("Triton does not run here (%s): norms and sums take more passes over memory", reason)
     else:
-        _gpu_kernels = kernels
+        _gpu_kernels[device.type] = kernels
 
 
 def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
@@ -68,54 +68,61 @@ def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], C
 @contextmanager
 def assume_device(device_type: str) -> Iterator[None]:
     """Compute on fake tensors, which are on the CPU, with the operators that a device of `device_type` would run."""
-    token = _assumed_device.set(device_type)
+    global _assumed_device
+    before, _assumed_device = _assumed_device, device_type
     try:
         yield
     finally:
-        _assumed_device.reset(token)
+        _assumed_device = before
 
 
 def runs_on_cpu(x: Tensor) -> bool:
     """Return whether computations with `x` are on a CPU; on the assumed device within `assume_device`."""
-    return (_assumed_device.get() or x.device.type) == "cpu"
+    return (_assumed_device or x.device.type) == "cpu"
 
 
 class SampleRows(NamedTuple):
-    """Sample of each row of a stream, in ascending order, and on a GPU where the rows of each sample begin.
+    """Sample of each row of a stream, in ascending order, and on a GPU its rows in tiles.
 
-    `index_add_` on a GPU adds the rows of a sample by atomic operations on the same memory, in an order that differs
-    between runs. Sums from one place to the next are always in the same order.
+    A tile has up to `TILE_ROWS` rows of one sample; some have none. `index_add_` on a GPU adds the rows of a sample by
+    atomic operations on the same memory, in an order that differs between runs. Sums of tiles, and sums from one place
+    to the next, are always in the same order.
     """
 
     ids: Tensor  # int64 [T], the sample of each row
-    offsets: Tensor | None = None  # int64 [B + 1], first rows of the samples, then T; None on a CPU
+    offsets: Tensor | None = None  # int64 [B + 1], first rows of the samples, then T; None on a CPU, as are all below
+    tiles: Tensor | None = None  # int64 [T // TILE_ROWS + B], the sample of each tile
+    tile_offsets: Tensor | None = None  # int64 [B + 1], first tiles of the samples, then the number of tiles
 
     @classmethod
     def of(cls, index_T: Tensor, num_samples: int) -> SampleRows:
         """Return the rows whose samples are `index_T`, without waiting for the device."""
         if runs_on_cpu(index_T):
             return cls(index_T)
-        return cls(index_T, torch.searchsorted(index_T, torch.arange(num_samples + 1, device=index_T.device)))
+        samples = torch.arange(num_samples + 1, device=index_T.device)
+        offsets = torch.searchsorted(index_T, samples)
+        # Sample b has at least as many tiles as its rows need, wherever they begin.
+        tile_offsets = offsets // TILE_ROWS + samples
+        tiles = torch.arange(len(index_T) // TILE_ROWS + num_samples, device=index_T.device)
+        return cls(index_T, offsets, torch.searchsorted(tile_offsets, tiles, right=True) - 1, tile_offsets)
 
-    def sums(self, values_TD: Tensor) -> Tensor:
-        """Return the sums [B, D] of each sample's rows, in float32, on a GPU."""
-        assert self.offsets is not None
-        if _gpu_kernels is not None and values_TD.is_cuda:
-            return _gpu_kernels.sample_sums(values_TD.contiguous(), self.offsets)
-        # Unchecked, since a check of the offsets would wait for the device.
-        return torch.segment_reduce(values_TD.float(), "sum", offsets=self.offsets, axis=0, initial=0, unsafe=True)
+
+def _sums(values_TD: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sums [B, D] of the rows from one offset to the next, in float32, on a GPU."""
+    # Unchecked, since a check of the offsets would wait for the device.
+    return torch.segment_reduce(values_TD.float(), "sum", offsets=offsets, axis=0, initial=0, unsafe=True)
 
 
 class _GatherRows(Function):
     @staticmethod
-    def forward(ctx: Any, table_BD: Tensor, index_T: Tensor, offsets: Tensor | None) -> Tensor:
-        ctx.save_for_backward(index_T, offsets)
+    def forward(ctx: Any, table_BD: Tensor, index_T: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
         return table_BD.index_select(0, index_T)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
-        return SampleRows(*ctx.saved_tensors).sums(grad_TD).to(grad_TD.dtype), None, None
+        return _sums(grad_TD, *ctx.saved_tensors).to(grad_TD.dtype), None, None
 
 
 def gather_rows(table_BD: Tensor, rows: SampleRows | None) -> Tensor:
@@ -124,15 +131,13 @@ def gather_rows(table_BD: Tensor, rows: SampleRows | None) -> Tensor:
         return table_BD
     if rows.offsets is None:
         return table_BD.index_select(0, rows.ids)
-    return _GatherRows.apply(table_BD, *rows)
+    return _GatherRows.apply(table_BD, rows.ids, rows.offsets)
 
 
 def _add_to_samples(sums_BD: Tensor | None, rows: SampleRows | None, values_TD: Tensor, num_samples: int) -> Tensor:
     """Return the samples' sums, None for zeros, with each row's values added: the adjoint of `gather_rows`."""
-    if rows is not None and rows.offsets is not None:
-        return rows.sums(values_TD) if sums_BD is None else sums_BD.add_(rows.sums(values_TD))
-    if sums_BD is None and rows is None and not runs_on_cpu(values_TD):
-        return values_TD.float()
+    if not runs_on_cpu(values_TD):  # one chunk
+        return values_TD.float() if rows is None or rows.offsets is None else _sums(values_TD, rows.offsets)
     if sums_BD is None:
         sums_BD = values_TD.new_zeros(num_samples, values_TD.shape[1], dtype=torch.float32)
     return sums_BD.add_(values_TD) if rows is None else sums_BD.index_add_(0, rows.ids, values_TD)
@@ -144,7 +149,7 @@ def _row_chunks(*tensors: Any) -> Iterable[tuple[Any, ...]]:
     if not runs_on_cpu(first) or any(tensor is None for tensor in tensors):
         return [tensors]
     size = CHUNK_NUMEL * torch.get_num_threads()
-    if _assumed_device.get() is not None:
+    if _assumed_device is not None:
         size = max(size, first.numel() // MAX_FAKE_CHUNKS)
     if first.numel() <= size:
         return [tensors]
@@ -242,10 +247,9 @@ def _weight_grad(grad_TO: Tensor, input_TI: Tensor, weight_OI: Tensor) -> Tensor
 
 
 @memory_saving(_ModulatedLinear)
-def modulated_linear(
+def _modulated_linear(
     x_TD: Tensor, shift_scale_B2D: Tensor, rows: SampleRows | None, weight_OD: Tensor, bias_O: Tensor | None
 ) -> Tensor:
-    """Return the linear layer [T, O] of `modulate`, saving one [T, D] for both backward passes."""
     return F.linear(modulate(x_TD, shift_scale_B2D, rows), weight_OD, bias_O)
 
 
@@ -276,6 +280,94 @@ class _AddGated(Function):
 def add_gated(x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows: SampleRows | None) -> Tensor:
     """Return x + gate * branch, with the gate of each row's sample; x and result are [T, D] in float32."""
     return x_TD + gather_rows(gate_BD.float(), rows) * branch_TD.float()
+
+
+class Stream(NamedTuple):
+    """A residual stream, and the output of a branch whose addition is left to what reads the stream next."""
+
+    x: Tensor  # [T, D] in float32
+    branch: Tensor | None = None  # [T, D]; None: nothing is left to add
+    gate: Tensor | None = None  # [B, D]: the gate of each sample
+
+    def added(self, rows: SampleRows | None) -> Tensor:
+        """Return the stream [T, D] after the addition."""
+        if self.branch is None or self.gate is None:
+            return self.x
+        return add_gated(self.x, self.gate, self.branch, rows)
+
+
+class _AddNorm(Function):
+    """`Stream.added` and `modulate` together: on a GPU one pass over memory each way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: Tensor,
+        branch_TD: Tensor,
+        gate_BD: Tensor,
+        shift_scale_B2D: Tensor,
+        dtype: torch.dtype,
+        *places: Any,
+    ) -> tuple[Tensor, Tensor]:
+        if kernels := _gpu_kernels.get(x_TD.device.type):
+            y_TD, out_TD = kernels.add_norm(x_TD, branch_TD, gate_BD, shift_scale_B2D, *places[1:3], dtype, EPSILON)
+        else:
+            rows = None if places[0] is None else SampleRows(*places)
+            y_TD = add_gated(x_TD, gate_BD, branch_TD, rows)
+            out_TD = modulate(y_TD, shift_scale_B2D, rows).to(dtype)
+        ctx.save_for_backward(y_TD, branch_TD, gate_BD, shift_scale_B2D, *places)
+        return y_TD, out_TD
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, y_grad: Tensor, out_grad: Tensor) -> tuple[Tensor | None, ...]:
+        y, branch, gate, shift_scale, *places = ctx.saved_tensors
+        if kernels := _gpu_kernels.get(y.device.type):
+            saved = (y, branch, gate, shift_scale, *places[1:3])
+            x_grad, branch_grad, sums = kernels.add_norm_backward(
+                y_grad.contiguous(), out_grad.contiguous(), *saved, EPSILON
+            )
+            mod_grad, gate_grad = (sums if places[3] is None else _sums(sums, places[3])).tensor_split(
+                [shift_scale.shape[1]], 1
+            )
+        else:
+            rows = None if places[0] is None else SampleRows(*places)
+            normal, _, rstd = torch.native_layer_norm(y, y.shape[-1:], None, None, EPSILON)
+            scale = shift_scale.float().chunk(2, dim=-1)[1] + 1
+            x_grad, *mod_grads = _modulation_backward(out_grad, normal, rstd, scale, rows)
+            mod_grad, x_grad = torch.cat(mod_grads, dim=-1), x_grad + y_grad
+            gate_grad = _add_to_samples(None, rows, x_grad * branch, len(gate))
+            branch_grad = (x_grad * gather_rows(gate.float(), rows)).to(branch.dtype)
+        grads = (x_grad, branch_grad, gate_grad.to(gate.dtype), mod_grad.to(shift_scale.dtype))
+        return *grads, None, *(None for _ in places)
+
+
+def modulated(
+    stream: Stream, shift_scale_B2D: Tensor, rows: SampleRows | None, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Return the stream [T, D] after its addition, and its modulated layer norm (`modulate`) [T, D] in `dtype`."""
+    if runs_on_cpu(stream.x):
+        x_TD = stream.added(rows)
+        return x_TD, modulate(x_TD, shift_scale_B2D, rows).to(dtype)
+    x, branch, gate = stream
+    if branch is None:  # once in a step: not worth kernels of its own
+        branch, gate = x, torch.zeros_like(shift_scale_B2D[:, : x.shape[1]])
+    y_TD, out_TD = _AddNorm.apply(x, branch, gate, shift_scale_B2D, dtype, *(rows or (None,) * 4))
+    return y_TD, out_TD
+
+
+def modulated_linear(
+    stream: Stream, shift_scale_B2D: Tensor, rows: SampleRows | None, weight_OD: Tensor, bias_O: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the stream [T, D] after its addition, and the linear layer [T, O] of its modulated layer norm.
+
+    On a CPU one [T, D] is saved for both backward passes.
+    """
+    if runs_on_cpu(stream.x):
+        x_TD = stream.added(rows)
+        return x_TD, _modulated_linear(x_TD, shift_scale_B2D, rows, weight_OD, bias_O)
+    x_TD, out_TD = modulated(stream, shift_scale_B2D, rows, matmul_dtype(weight_OD))
+    return x_TD, F.linear(out_TD, weight_OD, bias_O)
 
 
 class _SwiGLULinear(Function):
@@ -379,8 +471,8 @@ def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, T
     Returns:
         q, k and v [T, 3, H, K] in the type of `qkv_T3HK`.
     """
-    if _gpu_kernels is not None and qkv_T3HK.is_cuda:
-        return _gpu_kernels.NormalizeHeads.apply(qkv_T3HK, weight_2K, *(rotary or (None, None)), EPSILON)
+    if (kernels := _gpu_kernels.get(qkv_T3HK.device.type)) and not runs_on_cpu(qkv_T3HK):
+        return kernels.NormalizeHeads.apply(qkv_T3HK, weight_2K, *(rotary or (None, None)), EPSILON)
     return _normalize_heads(qkv_T3HK, weight_2K, rotary)
 
 

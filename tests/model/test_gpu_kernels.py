@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import subprocess
 import sys
@@ -11,11 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.model import ops
+from mmldlm.model.activation_checkpoint import MemoryConfig
 from mmldlm.model.layers import rotary_angles
+from mmldlm.model.mmdit import Precision
+from tests.helpers.noised_batch import noised_batch
 from tests.helpers.paths import ROOT
+from tests.helpers.small_model import small_model
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPES = [(37, 3, 16), (5, 2, 64), (70, 2, 24), (1, 1, 256)]  # rows, heads, channels of a head
@@ -23,13 +30,15 @@ SHAPES = [(37, 3, 16), (5, 2, 64), (70, 2, 24), (1, 1, 256)]  # rows, heads, cha
 
 def loaded(device: str) -> Any:
     """Return the kernels, on the host under Triton's interpreter."""
-    if device == "cuda":
-        ops.load_gpu_kernels(torch.device(device))
-        assert ops._gpu_kernels is not None
-        return ops._gpu_kernels
-    kernels = import_module("mmldlm.model.gpu_kernels")
-    kernels.wrap_triton = lambda kernel: kernel  # type: ignore[attr-defined]
-    return kernels
+    if device == "cpu":
+        kernels = import_module("mmldlm.model.gpu_kernels")
+        kernels.wrap_triton = lambda kernel: kernel  # type: ignore[attr-defined]
+    ops.load_gpu_kernels(torch.device(device))
+    return ops._gpu_kernels[device]
+
+
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    return float(((ours - exact).norm() / exact.norm().clamp_min(1e-9)).detach())
 
 
 def heads(function: Callable[..., Tensor], inputs: list[Tensor], rotary: Any, grad: Tensor) -> list[Tensor]:
@@ -55,17 +64,34 @@ def errors_of_heads(device: str, dtype: torch.dtype, compiled: bool = False) -> 
             angles = None if rotary is None else tuple(angle.double() for angle in rotary)
             exact = heads(ops._normalize_heads.__wrapped__, [qkv.double(), weight.double()], angles, grad)  # type: ignore[attr-defined]
             ours = heads(function, [qkv, weight], rotary, grad)
-            errors += [float((a - b).norm() / b.norm()) for a, b in zip(ours, exact, strict=True)]
+            errors += [relative_error(a, b) for a, b in zip(ours, exact, strict=True)]
     return errors
 
 
-def errors_of_sums(device: str, dtype: torch.dtype) -> list[float]:
-    kernels, errors = loaded(device), []
-    for lengths in ([1], [3, 0, 47, 50], [0, 200, 0, 45, 0]):
-        values = torch.randn(sum(lengths), 70, device=device).to(dtype)
-        offsets = torch.tensor([0, *lengths], device=device).cumsum(0)
-        expected = torch.stack([part.double().sum(0) for part in values.split(lengths)])
-        errors.append(float((kernels.sample_sums(values, offsets) - expected).norm() / expected.norm()))
+def errors_of_norms(device: str, dtype: torch.dtype, compiled: bool = False) -> list[float]:
+    """As `errors_of_heads`, of the gated addition and modulated norm; samples of no rows and of several tiles."""
+    loaded(device)
+    function, errors = torch.compile(ops.modulated) if compiled else ops.modulated, []
+    for lengths, has_branch in itertools.product(([1, 0, 16, 17, 65, 5, 0], [3] * 5, [0, 0], None), (True, False)):
+        samples, width = len(lengths or range(6)), 70
+        ids = (
+            torch.arange(samples) if lengths is None else torch.arange(samples).repeat_interleave(Tensor(lengths).int())
+        )
+        with ops.assume_device("cuda"):
+            rows = None if lengths is None else ops.SampleRows.of(ids.to(device), samples)
+        x, branch, y_grad, out_grad = (torch.randn(len(ids), width, device=device) for _ in range(4))
+        modulation = torch.randn(samples, 4 * width, device=device)[:, width:]
+        inputs = [x, modulation[:, width:].to(dtype), branch.to(dtype), modulation[:, :width].to(dtype)]
+        leaves = [tensor.requires_grad_() for tensor in inputs[: 4 if has_branch else 2]]
+        with ops.assume_device("cuda"):
+            y, out = function(ops.Stream(leaves[0], *leaves[2:]), leaves[1], rows, dtype)
+        results = [y, out, *torch.autograd.grad([y, out], leaves, [y_grad, out_grad.to(dtype)])]
+        exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
+        shift, scale = exact[1][ids].chunk(2, 1)
+        y = exact[0] + (exact[3][ids] * exact[2] if has_branch else 0)
+        out = F.layer_norm(y, (width,), eps=ops.EPSILON) * (1 + scale) + shift
+        results64 = [y, out, *torch.autograd.grad([y, out], exact, [y_grad.double(), out_grad.to(dtype).double()])]
+        errors += [relative_error(a, b) for a, b in zip(results, results64, strict=True)]
     return errors
 
 
@@ -76,10 +102,11 @@ def test_heads(device: str, dtype: torch.dtype, limit: float, compiled: bool) ->
     assert max(errors_of_heads(device, dtype, compiled)) < limit
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
-def test_sums(device: str, dtype: torch.dtype) -> None:
-    assert max(errors_of_sums(device, dtype)) < 1e-6
+def test_norms(device: str, dtype: torch.dtype, limit: float, compiled: bool) -> None:
+    assert max(errors_of_norms(device, dtype, compiled)) < limit
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has GPUs")
@@ -87,18 +114,72 @@ def test_formulas_are_used_where_triton_does_not_run(caplog: pytest.LogCaptureFi
     ops.load_gpu_kernels.cache_clear()
     for _ in range(2):
         ops.load_gpu_kernels(torch.device("cpu"))
-    assert ops._gpu_kernels is None
+    assert not ops._gpu_kernels
     (message,) = caplog.messages
     assert message.startswith("Triton does not run here (")
 
 
-def test_on_the_host() -> None:
+def errors_of_network(memory: MemoryConfig, latent_tokens: int, precision: Precision) -> list[float]:
+    """Return the relative errors of loss and gradients by kernels, in the interpreter, against those by formulas."""
+    results = []
+    for device in ("cpu", "cuda"):
+        if device == "cuda":
+            loaded("cpu")
+        model = small_model(latent_tokens, "math", memory=memory, precision=precision, depth=3).train()
+        objective, noised = noised_batch("joint", latent_tokens, (1, 16, 3))
+        with ops.assume_device(device):
+            loss, _ = objective(model, noised, noised.counts.tolist())
+            loss.backward()
+        results.append([loss, *(part.grad for part in model.parameters())])
+    return [relative_error(ours, exact) for exact, ours in zip(*results, strict=True)]
+
+
+def compiled_bytes() -> list[int]:
+    """Return the sizes of the norms' kernels, compiled for an H100 without one."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    kernels, sizes = import_module("mmldlm.model.gpu_kernels"), []
+    inputs = {"branch": "*bf16", "gate": "*fp32", "shift_scale": "*fp32", "epsilon": "fp32"}
+    inputs |= {"x": "*fp32", "y": "*fp32", "out": "*bf16", "gate_stride": "i32", "mod_stride": "i32"}
+    inputs |= {"y_grad": "*fp32", "out_grad": "*bf16", "x_grad": "*fp32", "branch_grad": "*bf16", "sums": "*fp32"}
+    for kernel, width in itertools.product((kernels._add_norm_kernel, kernels._add_norm_backward_kernel), (1024, 1152)):
+        for places in ("*i64", "constexpr"):
+            types = inputs | {"offsets": places, "tiles": places}
+            shape = {"width": width, "block": 1 << (width - 1).bit_length(), "rows_block": 2, "tile_rows": 16}
+            constants = shape | ({} if places == "*i64" else {"offsets": None, "tiles": None})
+            signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+            done = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+            sizes.append(len(done.asm["cubin"]))
+    return sizes
+
+
+def in_new_process(expression: str, **environment: str) -> Any:
+    """Return the value of an expression of this module's names in a process with Triton."""
     pytest.importorskip("triton", reason="needs Triton, which PyTorch for CUDA brings")
-    program = (
-        "import torch; from tests.model.test_gpu_kernels import errors_of_heads, errors_of_sums\n"
-        "print(max(errors_of_heads('cpu', torch.float32) + errors_of_sums('cpu', torch.float32)))"
-    )
-    command, env = [sys.executable, "-c", program], {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    program = f"import json; from tests.model.test_gpu_kernels import *; print(json.dumps({expression}))"
+    env = {**os.environ, **environment}
+    done = subprocess.run([sys.executable, "-c", program], env=env, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1e-6
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("errors", ["errors_of_heads", "errors_of_norms"])
+def test_on_the_host(errors: str) -> None:
+    exact, rounded = in_new_process(
+        f"[max({errors}('cpu', dtype)) for dtype in (torch.float32, torch.bfloat16)]", TRITON_INTERPRET="1"
+    )
+    assert exact < 1e-6 and rounded < 4e-3
+
+
+def test_a_network_on_the_host() -> None:
+    """Blocks that leave their last addition to the next one, and blocks that are recomputed and do not."""
+    cases = [("none", 1), ("none", 3), ("full", 3), ("selective", 1)]
+    cases = [(*case, "fp32") for case in cases] + [("none", 3, "bf16")]
+    expression = f"[max(errors_of_network(MemoryConfig(kind), *case)) for kind, *case in {cases}]"
+    *exact, rounded = in_new_process(expression, TRITON_INTERPRET="1")
+    assert max(exact) < 1e-5 and rounded < 0.1
+
+
+def test_norms_compile_for_a_gpu() -> None:
+    assert min(in_new_process("compiled_bytes()")) > 1000

@@ -73,7 +73,7 @@ def test_initial_blocks_are_the_identity() -> None:
     inputs = random_inputs(LENGTHS)
     before = model.token_embedding(inputs.tokens)
     states: list[Tensor] = []
-    model.blocks[-1].register_forward_hook(lambda _, __, out: states.append(out[0]))
+    model.blocks[-1].register_forward_hook(lambda _, __, out: states.append(out[0].x))
     inputs.run(model)
     assert torch.equal(states[0], before)
 

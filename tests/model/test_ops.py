@@ -13,11 +13,12 @@ from mmldlm.model.layers import rotary_angles
 from mmldlm.model.ops import (
     MAX_FAKE_CHUNKS,
     SampleRows,
+    Stream,
     _row_chunks,
     add_gated,
     assume_device,
     gather_rows,
-    modulate,
+    modulated,
     modulated_linear,
     normalize_heads,
     swiglu_linear,
@@ -48,6 +49,10 @@ def plain_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=1e-6) * (1 + scale) + shift
 
 
+def plain_added_and_modulated(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return torch.cat([x, plain_modulate(x, shift, scale)], 1)
+
+
 def plain_heads(qkv: Tensor, weight: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
     q, k, v = qkv.unbind(1)
     parts = [F.rms_norm(part, part.shape[-1:], scale, eps=1e-6) for part, scale in zip((q, k), weight, strict=True)]
@@ -63,7 +68,7 @@ ROTARY = rotary_angles(torch.arange(len(ROWS)), WIDTH, 100.0)
 Case = tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]
 CASES: dict[str, Case] = {
     "modulated linear": (
-        lambda x, shift, scale, weight, bias: modulated_linear(x, both(shift, scale), sample_rows(), weight, bias),
+        lambda x, shift, scale, *linear: modulated_linear(Stream(x), both(shift, scale), sample_rows(), *linear)[1],
         lambda x, shift, scale, weight, bias: F.linear(plain_modulate(x, shift[ROWS], scale[ROWS]), weight, bias),
         [
             draw(len(ROWS), WIDTH),
@@ -74,7 +79,7 @@ CASES: dict[str, Case] = {
         ],
     ),
     "modulated linear, rows are samples": (
-        lambda x, shift, scale, weight: modulated_linear(x, both(shift, scale), None, weight, None),
+        lambda x, shift, scale, weight: modulated_linear(Stream(x), both(shift, scale), None, weight, None)[1],
         lambda x, shift, scale, weight: F.linear(plain_modulate(x, shift, scale), weight),
         [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2), draw(WIDTH + 3, WIDTH)],
     ),
@@ -88,10 +93,21 @@ CASES: dict[str, Case] = {
         lambda x, gate, branch: x + gate * branch,
         [draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1), draw(SAMPLES, WIDTH, seed=2)],
     ),
-    "modulate": (
-        lambda x, shift, scale: modulate(x, both(shift, scale), sample_rows()),
+    "modulated": (
+        lambda x, shift, scale: modulated(Stream(x), both(shift, scale), sample_rows())[1],
         lambda x, shift, scale: plain_modulate(x, shift[ROWS], scale[ROWS]),
         [draw(len(ROWS), WIDTH), draw(SAMPLES, WIDTH), draw(SAMPLES, WIDTH, seed=1)],
+    ),
+    "add_gated, modulated": (
+        lambda x, gate, branch, *mod: torch.cat(modulated(Stream(x, branch, gate), both(*mod), sample_rows()), 1),
+        lambda x, gate, branch, *mod: plain_added_and_modulated(x + gate[ROWS] * branch, *(part[ROWS] for part in mod)),
+        [draw(len(ROWS), WIDTH), draw(SAMPLES, WIDTH), draw(len(ROWS), WIDTH, seed=1)]
+        + [draw(SAMPLES, WIDTH, seed=seed) for seed in (2, 3)],
+    ),
+    "add_gated, modulated, rows are samples": (
+        lambda x, gate, branch, *mod: torch.cat(modulated(Stream(x, branch, gate), both(*mod), None), 1),
+        lambda x, gate, branch, *mod: plain_added_and_modulated(x + gate * branch, *mod),
+        [draw(SAMPLES, WIDTH, seed=seed) for seed in range(5)],
     ),
     "swiglu, linear": (
         swiglu_linear,
