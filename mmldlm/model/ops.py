@@ -15,7 +15,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from functools import cache, wraps
 from importlib import import_module
 from typing import Any, NamedTuple, ParamSpec
@@ -31,7 +30,7 @@ log = logging.getLogger(__name__)
 EPSILON = 1e-6
 CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
 MAX_FAKE_CHUNKS = 16  # per tensor without memory, where chunks only cost time; the memory of one stays small
-_assumed_device: ContextVar[str | None] = ContextVar("assumed_device", default=None)
+_assumed_device: str | None = None  # not a `ContextVar`, at which compiled regions would break in two
 _gpu_kernels: Any = None  # the module, once `load_gpu_kernels` has run one of them
 P = ParamSpec("P")
 
@@ -68,16 +67,17 @@ def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], C
 @contextmanager
 def assume_device(device_type: str) -> Iterator[None]:
     """Compute on fake tensors, which are on the CPU, with the operators that a device of `device_type` would run."""
-    token = _assumed_device.set(device_type)
+    global _assumed_device
+    before, _assumed_device = _assumed_device, device_type
     try:
         yield
     finally:
-        _assumed_device.reset(token)
+        _assumed_device = before
 
 
 def runs_on_cpu(x: Tensor) -> bool:
     """Return whether computations with `x` are on a CPU; on the assumed device within `assume_device`."""
-    return (_assumed_device.get() or x.device.type) == "cpu"
+    return (_assumed_device or x.device.type) == "cpu"
 
 
 class SampleRows(NamedTuple):
@@ -144,7 +144,7 @@ def _row_chunks(*tensors: Any) -> Iterable[tuple[Any, ...]]:
     if not runs_on_cpu(first) or any(tensor is None for tensor in tensors):
         return [tensors]
     size = CHUNK_NUMEL * torch.get_num_threads()
-    if _assumed_device.get() is not None:
+    if _assumed_device is not None:
         size = max(size, first.numel() // MAX_FAKE_CHUNKS)
     if first.numel() <= size:
         return [tensors]
