@@ -17,7 +17,7 @@ from mmldlm.model.ops import matmul_dtype, runs_on_cpu
 CHUNK_ROWS = 256  # rows of logits in memory at a time: a sixth of the memory of all rows, at 1.1x the time
 GPU_CHUNK_ROWS = 4096  # kernels over fewer rows are too small for a GPU
 GPU_VOCAB_MULTIPLE = 128  # rows of logits are aligned, and fill the tiles of matrix products
-MAX_COMPILED_LOGITS = 2**30  # a compiled head has that many whole: 35,000 rows of 30,522 tokens, 2 GiB in bf16
+MAX_WHOLE_LOGITS = 2**30  # a GPU keeps so many for the backward pass: 35,000 rows of 30,522 tokens, 2 GiB in bf16
 ACCURACY_STRIDE = 32  # training's accuracy is that of every 32nd token, at well under 1 % of a step
 MASKED_LOGIT = -1e9  # logit of tokens with probability zero; finite, so that 0 * logit is 0
 
@@ -39,7 +39,7 @@ def in_chunks(formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Te
 
 
 class _Chunks(Function):
-    """A formula of chunks of rows, whose logits the backward pass computes again.
+    """A formula of chunks of rows, whose logits the backward pass computes again, but for those that a GPU keeps.
 
     The weight's gradients are added up in float32. Autograd would add them in the type of the products: in bf16, 128
     chunks have an error of 1.6 % then, and 0.3 % here, as a single one (benchmarks/LOG.md).
@@ -50,29 +50,32 @@ class _Chunks(Function):
         ctx: Any, formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor
     ) -> Tensor:
         dtype = matmul_dtype(weight_VD)
-        hidden = hidden_PD.to(dtype)
+        hidden, (weight, bias) = hidden_PD.to(dtype), _product_weight(weight_VD, bias_V, dtype)
         ctx.formula, ctx.dtype, ctx.hidden_dtype = formula, dtype, hidden_PD.dtype
-        ctx.save_for_backward(hidden, weight_VD, bias_V, targets_P)
-        weight, bias = _product_weight(weight_VD, bias_V, dtype)
-        chunks = _row_chunks(hidden, targets_P)
-        return torch.cat([formula(_logits(rows, weight, bias), bias, targets) for rows, targets in chunks])
+        keeps = not runs_on_cpu(hidden) and len(hidden) * len(weight) <= MAX_WHOLE_LOGITS
+        kept, values = list[Tensor](), list[Tensor]()
+        for rows, targets in _row_chunks(hidden, targets_P):
+            logits = F.linear(rows, weight)
+            kept += [logits] * keeps
+            values.append(formula(logits.float() + bias, bias, targets))
+        ctx.save_for_backward(hidden, weight_VD, bias_V, targets_P, *kept)
+        return torch.cat(values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_PD, weight_VD, bias_V, targets_P = ctx.saved_tensors
+        hidden_PD, weight_VD, bias_V, targets_P, *kept = ctx.saved_tensors
         weight, bias = _product_weight(weight_VD, bias_V, ctx.dtype)
-        weight = weight.detach().requires_grad_(ctx.needs_input_grad[2])
         hidden_grad = torch.empty_like(hidden_PD, dtype=ctx.hidden_dtype)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        for rows, targets, rows_grad, out in _row_chunks(hidden_PD, targets_P, grad, hidden_grad):
-            leaf = rows.detach().requires_grad_()
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        for index, (rows, targets, rows_grad, out) in enumerate(_row_chunks(hidden_PD, targets_P, grad, hidden_grad)):
+            logits = (kept[index] if kept else F.linear(rows, weight)).detach().requires_grad_()
             with torch.enable_grad():
-                values = ctx.formula(_logits(leaf, weight, bias), bias, targets)
-            leaf_grad, *grads = torch.autograd.grad(values, [leaf, weight][: 1 + weight.requires_grad], rows_grad)
-            out.copy_(leaf_grad)
+                values = ctx.formula(logits.float() + bias, bias, targets)
+            (logits_grad,) = torch.autograd.grad(values, logits, rows_grad)
+            out.copy_(logits_grad @ weight)
             if weight_grad is not None:
-                weight_grad.add_(grads[0])
+                weight_grad.add_(logits_grad.t() @ rows)
         if weight_grad is not None:
             weight_grad = weight_grad[: len(weight_VD)].to(weight_VD.dtype)
         return None, hidden_grad, weight_grad, None, None
@@ -145,7 +148,7 @@ class TextHead(nn.Module):
         weight = embedding_VD if self.weight is None else self.weight
         if targets_P is None:
             return _logits(hidden_PD, weight, self.bias), None
-        if torch.compiler.is_compiling() and self.training and len(hidden_PD) * len(weight) <= MAX_COMPILED_LOGITS:
+        if torch.compiler.is_compiling() and self.training and len(hidden_PD) * len(weight) <= MAX_WHOLE_LOGITS:
             weight, bias = _product_weight(weight, self.bias, matmul_dtype(weight))
             logits_PV = _logits(hidden_PD, weight, bias)
             best = logits_PV.detach()[::ACCURACY_STRIDE].argmax(-1)

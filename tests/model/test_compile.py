@@ -25,7 +25,7 @@ from mmldlm.diffusion.objective import LossConfig, Objective
 from mmldlm.errors import ConfigError
 from mmldlm.model.attention import Backend
 from mmldlm.model.compile import CompileConfig, Region, compile_regions, regions, remove_torn_kernels
-from mmldlm.model.heads import GPU_VOCAB_MULTIPLE, MAX_COMPILED_LOGITS
+from mmldlm.model.heads import GPU_VOCAB_MULTIPLE, MAX_WHOLE_LOGITS
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Precision
 from mmldlm.model.ops import assume_device
 from mmldlm.train import train_step
@@ -165,8 +165,8 @@ def test_compiled_curve_is_equal_without_recompilation(
 @pytest.mark.parametrize(
     ("precision", "loss", "max_logits"),
     [
-        ("fp32", LossConfig(), MAX_COMPILED_LOGITS),
-        ("bf16", LossConfig(label_smoothing=0.1, z_loss=1e-3), MAX_COMPILED_LOGITS),
+        ("fp32", LossConfig(), MAX_WHOLE_LOGITS),
+        ("bf16", LossConfig(label_smoothing=0.1, z_loss=1e-3), MAX_WHOLE_LOGITS),
         ("fp32", LossConfig(), 4 * VOCAB),
     ],
 )
@@ -185,7 +185,7 @@ def test_head_and_text_loss_are_one_region(
 
     backend = partial(torch.compile, backend=aot_autograd(fw_compiler=record))
     monkeypatch.setattr(torch, "compile", lambda function, mode="", **options: backend(function, **options))
-    monkeypatch.setattr("mmldlm.model.heads.MAX_COMPILED_LOGITS", max_logits)
+    monkeypatch.setattr("mmldlm.model.heads.MAX_WHOLE_LOGITS", max_logits)
     networks = [small_model(backend="math", precision=precision).train() for _ in range(2)]
     module, method = regions(networks[1])[-1]
     setattr(module, method, Region(getattr(module, method), "default"))
@@ -204,7 +204,7 @@ def test_head_and_text_loss_are_one_region(
         for eager, compiled in zip(*(network.parameters() for network in networks), strict=True):
             if eager.grad is not None:
                 assert (eager.grad - compiled.grad).norm() <= tolerance * eager.grad.norm() + 1e-6
-    if max_logits == MAX_COMPILED_LOGITS:
+    if max_logits == MAX_WHOLE_LOGITS:
         assert (len(products), counters["stats"]["unique_graphs"]) == (1, 1), "for all sizes"
 
 
