@@ -220,7 +220,19 @@ class Engine(Collectives):
 
     def _clip_gradients(self, max_norm: float) -> Tensor:
         """Clip the gradients to `max_norm` and return the norm before, equal on all ranks (collective)."""
-        return self.accelerator.clip_grad_norm_(self.model.parameters(), max_norm)
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        self._scale_gradients(gradients, norm, max_norm)
+        return norm
+
+    def _scale_gradients(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
+        """Clip gradients of this norm, as `torch.nn.utils.clip_grads_with_norm_`."""
+        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        optimizer: Any = self.unwrapped_optimizer
+        if self.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
+            optimizer.grad_scale = 1 / factor  # its kernel divides the gradients by it: a pass less over them
+        elif gradients:
+            torch._foreach_mul_(gradients, factor)
 
     def _step(self, norm: Tensor, norm_limit: float) -> None:
         """Step the optimizer if the norm is accepted. Only one that is not fused makes the host wait for the norm."""
@@ -230,7 +242,7 @@ class Engine(Collectives):
             # nothing.
             optimizer.found_inf = 1 - is_accepted(norm, norm_limit).float()
             self.optimizer.step()
-            optimizer.found_inf = None
+            optimizer.found_inf = optimizer.grad_scale = None
         elif is_accepted(norm, norm_limit):
             with self.in_collective("optimizer step"):  # Muon gathers what FSDP2 shards
                 self.optimizer.step()

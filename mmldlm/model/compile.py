@@ -2,8 +2,8 @@
 
 All blocks share the compiled code, and its shapes are symbolic: neither the depth nor micro-batches of other lengths
 cause a recompilation. A region is a whole block if its attention reads tensors alone (`attention.JOINT_BACKENDS`), as
-on GPUs. On a CPU the shapes of the attention follow the lengths of the samples: there the regions are what comes before
-and after it in each stream.
+on GPUs, where text head and text loss are one more. On a CPU the shapes of the attention follow the lengths of the
+samples: there the regions are what comes before and after it in each stream.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from mmldlm.model.activation_checkpoint import Recomputed
-from mmldlm.model.attention import JOINT_BACKENDS, Backend
-from mmldlm.model.mmdit import MMDiT, MMDiTBlock
+from mmldlm.model.attention import JOINT_BACKENDS
+from mmldlm.model.mmdit import BlockStream, MMDiT
 from mmldlm.settings.declaration import require_effect, setting
 
 TORN_AFTER_S, _POLL_S = 10.0, 0.5  # a linker that is alive writes on
@@ -89,14 +89,12 @@ def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device, i
     except Exception as error:  # a missing compiler raises errors of many types
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return f"none, though {config.scope} was requested: torch.compile does not run here ({reason})"
-    for block in model.blocks:
-        assert isinstance(block, MMDiTBlock)
-        for module, method in regions(block, model.backend):
-            function = getattr(module, method)
-            if isinstance(function, Recomputed):  # which stays outside of what is compiled
-                function.function = Region(function.function, config.mode)
-            else:
-                setattr(module, method, Region(function, config.mode))
+    for module, method in regions(model):
+        function = getattr(module, method)
+        if isinstance(function, Recomputed):  # which stays outside of what is compiled
+            function.function = Region(function.function, config.mode)
+        else:
+            setattr(module, method, Region(function, config.mode))
     return f"regional, mode {config.mode}"
 
 
@@ -122,12 +120,13 @@ def _is_whole(path: Path) -> bool:
     return offset > 0 and offset + entry_bytes * entries <= path.stat().st_size
 
 
-def regions(block: MMDiTBlock, backend: Backend) -> list[tuple[nn.Module, str]]:
-    """Return the modules of a block and their methods that are compiled."""
-    if backend in JOINT_BACKENDS:
-        return [(block, "forward")]
+def regions(model: MMDiT) -> list[tuple[nn.Module, str]]:
+    """Return the modules and their methods that are compiled: on GPUs the blocks, and text head and loss."""
+    if model.backend in JOINT_BACKENDS:
+        return [*((block, "forward") for block in model.blocks), (model, "predict_text")]
     return [
         region
-        for stream in (block.text, block.latent)
+        for stream in model.modules()
+        if isinstance(stream, BlockStream)
         for region in ((stream, "project"), (stream.head_norm, "forward"), (stream, "residual"))
     ]

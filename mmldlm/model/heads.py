@@ -18,43 +18,28 @@ from mmldlm.model.ops import matmul_dtype, runs_on_cpu
 CHUNK_ROWS = 256  # rows of logits in memory at a time: a sixth of the memory of all rows, at 1.1x the time
 GPU_CHUNK_ROWS = 4096  # kernels over fewer rows are too small for a GPU
 GPU_VOCAB_MULTIPLE = 128  # rows of logits are aligned, and fill the tiles of matrix products
+MAX_WHOLE_LOGITS = 2**30  # a GPU keeps so many for the backward pass: 35,000 rows of 30,522 tokens, 2 GiB in bf16
 MASKED_LOGIT = -1e9  # logit of tokens with probability zero; finite, so that 0 * logit is 0
 
-ChunkFormula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Formula = Callable[[Tensor, Tensor, Tensor], Tensor]  # of logits [P, V], bias [V] and targets [P]
 
 
-def chunked_token_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
-    """Return -log p(target) [P] of a linear head in float32, without materializing the logits [P, V]."""
-    full_precision, many_rows = matmul_dtype(weight_VD) == torch.float32, hidden_PD.shape[0] > CHUNK_ROWS
-    if full_precision and many_rows and runs_on_cpu(hidden_PD):  # never tried on a GPU
+def in_chunks(formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
+    """Return `token_nll` or `token_terms` of a linear head, without materializing the logits [P, V]."""
+    on_cpu = runs_on_cpu(hidden_PD)
+    if on_cpu and hidden_PD.shape[0] <= CHUNK_ROWS:
+        return formula(_logits(hidden_PD, weight_VD, bias_V), bias_V, targets_P)
+    if on_cpu and formula is token_nll and matmul_dtype(weight_VD) == torch.float32:
         # Not reduced, since each token has a weight of its own.
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK_ROWS)
         return F.linear_cross_entropy(
             hidden_PD, weight_VD, targets_P, linear_bias=bias_V, reduction="none", options=options
         )
-    return _in_chunks(_chunk_nll, hidden_PD, weight_VD, bias_V, targets_P)
-
-
-def chunked_token_terms(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
-    """Return three terms [P, 3] of a linear head in float32, without materializing the logits [P, V].
-
-    The terms are -log p(target), the log of the softmax's denominator, and the mean of -log p over all tokens whose
-    probability is not fixed to zero (those with `bias_V` 0).
-    """
-    return _in_chunks(_chunk_terms, hidden_PD, weight_VD, bias_V, targets_P)
-
-
-def _in_chunks(
-    formula: ChunkFormula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor
-) -> Tensor:
-    """Return `formula` of all rows."""
-    if runs_on_cpu(hidden_PD) and hidden_PD.shape[0] <= CHUNK_ROWS:
-        return formula(hidden_PD, weight_VD, bias_V, targets_P)
     return _Chunks.apply(formula, hidden_PD, weight_VD, bias_V, targets_P)
 
 
 class _Chunks(Function):
-    """A formula of chunks of rows, whose logits the backward pass computes again.
+    """A formula of chunks of rows, whose logits the backward pass computes again, but for those that a GPU keeps.
 
     The weight's gradients are added up in float32. Autograd would add them in the type of the products: in bf16, 128
     chunks have an error of 1.6 % then, and 0.3 % here, as a single one (benchmarks/LOG.md).
@@ -62,31 +47,35 @@ class _Chunks(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, formula: ChunkFormula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor
+        ctx: Any, formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor
     ) -> Tensor:
         dtype = matmul_dtype(weight_VD)
-        hidden = hidden_PD.to(dtype)
+        hidden, (weight, bias) = hidden_PD.to(dtype), _product_weight(weight_VD, bias_V, dtype)
         ctx.formula, ctx.dtype, ctx.hidden_dtype = formula, dtype, hidden_PD.dtype
-        ctx.save_for_backward(hidden, weight_VD, bias_V, targets_P)
-        weight, bias = _product_weight(weight_VD, bias_V, dtype)
-        return torch.cat([formula(rows, weight, bias, targets) for rows, targets in _row_chunks(hidden, targets_P)])
+        keeps = not runs_on_cpu(hidden) and len(hidden) * len(weight) <= MAX_WHOLE_LOGITS
+        kept, values = list[Tensor](), list[Tensor]()
+        for rows, targets in _row_chunks(hidden, targets_P):
+            logits = F.linear(rows, weight)
+            kept += [logits] * keeps
+            values.append(formula(logits.float() + bias, bias, targets))
+        ctx.save_for_backward(hidden, weight_VD, bias_V, targets_P, *kept)
+        return torch.cat(values)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_PD, weight_VD, bias_V, targets_P = ctx.saved_tensors
+        hidden_PD, weight_VD, bias_V, targets_P, *kept = ctx.saved_tensors
         weight, bias = _product_weight(weight_VD, bias_V, ctx.dtype)
-        weight = weight.detach().requires_grad_(ctx.needs_input_grad[2])
         hidden_grad = torch.empty_like(hidden_PD, dtype=ctx.hidden_dtype)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        for rows, targets, rows_grad, out in _row_chunks(hidden_PD, targets_P, grad, hidden_grad):
-            leaf = rows.detach().requires_grad_()
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        for index, (rows, targets, rows_grad, out) in enumerate(_row_chunks(hidden_PD, targets_P, grad, hidden_grad)):
+            logits = (kept[index] if kept else F.linear(rows, weight)).detach().requires_grad_()
             with torch.enable_grad():
-                values = ctx.formula(leaf, weight, bias, targets)
-            leaf_grad, *grads = torch.autograd.grad(values, [leaf, weight][: 1 + weight.requires_grad], rows_grad)
-            out.copy_(leaf_grad)
+                values = ctx.formula(logits.float() + bias, bias, targets)
+            (logits_grad,) = torch.autograd.grad(values, logits, rows_grad)
+            out.copy_(logits_grad @ weight)
             if weight_grad is not None:
-                weight_grad.add_(grads[0])
+                weight_grad.add_(logits_grad.t() @ rows)
         if weight_grad is not None:
             weight_grad = weight_grad[: len(weight_VD)].to(weight_VD.dtype)
         return None, hidden_grad, weight_grad, None, None
@@ -103,26 +92,32 @@ def _product_weight(weight_VD: Tensor, bias_V: Tensor, dtype: torch.dtype) -> tu
     padding = 0 if runs_on_cpu(weight_VD) else -len(weight_VD) % GPU_VOCAB_MULTIPLE
     if not padding:
         return weight_VD.to(dtype), bias_V
-    weight = weight_VD.new_zeros(len(weight_VD) + padding, weight_VD.shape[1], dtype=dtype)
-    weight[: len(weight_VD)] = weight_VD
-    return weight, F.pad(bias_V, (0, padding), value=MASKED_LOGIT)
+    return F.pad(weight_VD.to(dtype), (0, 0, 0, padding)), F.pad(bias_V, (0, padding), value=MASKED_LOGIT)
 
 
-def _chunk_terms(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
-    logits = _logits(hidden_PD, weight_VD, bias_V)
-    log_z = logits.logsumexp(-1)
-    # [V]: all tokens but [MASK] and [PAD], whose logits would dominate the mean.
-    possible = bias_V == 0
-    mean = (logits * possible).sum(-1) / possible.sum()
-    return torch.stack([log_z - logits.gather(1, targets_P[:, None]).squeeze(1), log_z, log_z - mean], 1)
+def token_terms(logits_PV: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
+    """Return -log p(target), the log of the softmax's denominator, and the mean of -log p, [P, 3] in float32.
+
+    The mean is over all tokens whose probability is not fixed to zero (those with `bias_V` 0).
+    """
+    log_z = logits_PV.logsumexp(-1)
+    possible = bias_V == 0  # [V]: all but [MASK] and [PAD], whose logits would dominate the mean
+    mean = (logits_PV * possible).sum(-1) / possible.sum()
+    if torch.compiler.is_compiling():  # the gradient of `gather` takes three more passes over all logits, in float32
+        is_other = torch.arange(len(bias_V), device=bias_V.device) != targets_P[:, None]
+        target = logits_PV.masked_fill(is_other, 0.0).sum(-1)
+    else:
+        target = logits_PV.gather(1, targets_P[:, None]).squeeze(1)
+    return torch.stack([log_z - target, log_z, log_z - mean], 1)
 
 
 def _logits(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor) -> Tensor:
     return F.linear(hidden_PD, weight_VD).float() + bias_V
 
 
-def _chunk_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
-    return F.cross_entropy(_logits(hidden_PD, weight_VD, bias_V), targets_P, reduction="none")
+def token_nll(logits_PV: Tensor, _: Tensor, targets_P: Tensor) -> Tensor:
+    """Return -log p(target) [P] in float32."""
+    return F.cross_entropy(logits_PV, targets_P, reduction="none")
 
 
 class TextHead(nn.Module):
@@ -143,7 +138,7 @@ class TextHead(nn.Module):
 
         Args:
             embedding_VD: Token embedding, the weight of a tied head.
-            terms: With targets, return the terms of `chunked_token_terms`.
+            terms: With targets, return `token_terms`.
 
         Returns:
             Logits [P, V]; with targets, their negative log likelihoods [P], or the terms [P, 3].
@@ -153,14 +148,19 @@ class TextHead(nn.Module):
         weight = embedding_VD if self.weight is None else self.weight
         if targets_P is None:
             return _logits(hidden_PD, weight, self.bias), None
-        loss_fn = chunked_token_terms if terms else chunked_token_nll
+        if torch.compiler.is_compiling() and self.training and len(hidden_PD) * len(weight) <= MAX_WHOLE_LOGITS:
+            weight, bias = _product_weight(weight, self.bias, matmul_dtype(weight))
+            logits_PV = _logits(hidden_PD, weight, bias)
+            best = logits_PV.detach()[::ACCURACY_STRIDE].argmax(-1)
+            values = token_terms(logits_PV, bias, targets_P)
+            return values if terms else values[:, 0], best == targets_P[::ACCURACY_STRIDE]
         is_best = None
         if self.training:
             rows, targets = hidden_PD[::ACCURACY_STRIDE], targets_P[::ACCURACY_STRIDE]
             with torch.no_grad(), torch.autocast("cpu", enabled=False):  # few rows
                 # Detached: autocast would keep the cast weight, without its gradient, for the loss.
                 is_best = _logits(rows.to(weight.dtype), weight.detach(), self.bias).argmax(-1) == targets
-        return loss_fn(hidden_PD, weight, self.bias, targets_P), is_best
+        return in_chunks(token_terms if terms else token_nll, hidden_PD, weight, self.bias, targets_P), is_best
 
 
 class LengthHead(nn.Module):

@@ -221,7 +221,7 @@ class MMDiT(nn.Module):
 
     Args:
         shape: What the data determine.
-        text_terms: In training, return the terms of `heads.chunked_token_terms` instead of likelihoods alone.
+        text_terms: In training, return `heads.token_terms` instead of likelihoods alone.
         initial_loss_weights: Initial values of the learned weights of text and latent loss; None: not learned.
         latent_skip: Add a learned multiple of the noised latents to the latent prediction, for epsilon and v.
     """
@@ -317,7 +317,7 @@ class MMDiT(nn.Module):
         # Autocast in here, so that it is the same under every engine, in training and in inference. Triton launches
         # kernels on the current device.
         autocast = torch.autocast(noised_latents.device.type, dtype, enabled=dtype != torch.float32)
-        with torch.cuda.device_of(noised_latents), autocast:
+        with torch.cuda.device(noised_latents.get_device()), autocast:
             if noised_latents.is_cuda:
                 load_gpu_kernels(noised_latents.device)
             latent_time_BT = self.latent_time(t_latent)
@@ -335,7 +335,7 @@ class MMDiT(nn.Module):
                 text, latent = block(text, latent, conditioning, rows)
             text, latent = last_block[0](text, latent, last_block[1], rows._replace(kept=(positions, predicted)))
 
-            text_pred, is_best = self._predict_text(text, conditioning_BT, predicted, targets)
+            text_pred, is_best = self.predict_text(text, conditioning_BT, predicted, targets)
             latent_pred = self._predict_latents(latent, conditioning_BT, rows.latent, noised_latents)
             log_variances = None if self.loss_weights is None or not self.training else self.loss_weights()
             return Prediction(text_pred, latent_pred, length_logits, log_variances, is_best)
@@ -362,7 +362,7 @@ class MMDiT(nn.Module):
 
     # The final gates are 1 + adaLN's gate: at initialization, where that is zero, gradients must pass.
 
-    def _predict_text(
+    def predict_text(
         self, text: Stream, conditioning_BT: Tensor, rows: SampleRows, targets_P: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return `Prediction.text` and `is_best`; `rows` are the samples of the tokens to predict."""

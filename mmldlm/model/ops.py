@@ -31,7 +31,7 @@ EPSILON = 1e-6
 CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
 MAX_FAKE_CHUNKS = 16  # per tensor without memory, where chunks only cost time; the memory of one stays small
 TILE_ROWS = 16  # rows of a tile; each is one program of a kernel, and one row of the sums that are left to add up
-_assumed_device: str | None = None
+_assumed_device: str | None = None  # not a `ContextVar`, at which compiled regions would break in two
 _gpu_kernels: dict[str, Any] = {}  # by type of device: the module, once `load_gpu_kernels` has run one of its kernels
 P = ParamSpec("P")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 from mmldlm.config import load_config
 from mmldlm.data.store import Store
 from mmldlm.optim.param_groups import parameter_groups
 from mmldlm.run.factory import build_meta_model
+from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import CURVE, Single, difference, records, saved_tensors
 from tests.helpers.forked_runs import ForkedRuns
 
@@ -58,6 +62,36 @@ def largest_error_of_adamw(folder: Path, config: Path, store: Path) -> float:
         rounding = 2e-7 * float(weight.norm())  # of float32 weights
         worst = max(worst, (float((update - expected).norm()) - rounding) / max(float(expected.norm()), 1e-30))
     return worst
+
+
+@pytest.mark.quick
+def test_a_gpu_clips_within_its_optimizer(tiny_config: Path, tmp_path: Path) -> None:
+    """The weights are those of gradients that were clipped before, and steps that skip change none."""
+    cases = [(1.0, 1.0, math.inf), (1e-6, 1.0, math.inf), (3.0, 0.0, math.inf), (3.0, 0.5, 1e9)]
+    skipped = [(2.0, 1.0, 0.1), (math.nan, 1.0, math.inf), (math.inf, 1.0, math.inf)]
+
+    def updates(device: str) -> list[list[Tensor]]:
+        """Norm and weights after each update, where the weights only seem to be on the device."""
+        with Trainer(load_config(tiny_config, [f"run.dir={tmp_path / device}"])) as run:
+            engine, weights = run.engine, list(run.engine.unwrapped_model.parameters())
+            engine.device, result, stepped = torch.device(device), list[list[Tensor]](), list[Tensor]()
+            engine.unwrapped_optimizer.register_step_pre_hook(lambda *_: stepped.append(weights[0].grad.clone()))
+            for step, (size, clip_norm, limit) in enumerate((*cases, *skipped)):
+                generator = torch.Generator().manual_seed(step)
+                gradients = [size * torch.randn(weight.shape, generator=generator) for weight in weights]
+                for weight, gradient in zip(weights, gradients, strict=True):
+                    weight.grad = gradient.clone()
+                norm = engine.update(0.01, clip_norm, limit)
+                is_multiplied = not torch.equal(stepped[-1], gradients[0])
+                assert is_multiplied == (device == "cpu" and step in (0, 3, 4)) or not norm.isfinite()
+                result.append([norm, *(weight.detach().clone() for weight in weights)])
+            engine.device = torch.device("cpu")
+        return result
+
+    on_cpu, on_gpu = updates("cpu"), updates("cuda")
+    torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-6, atol=1e-8, equal_nan=True)
+    for _, *after in on_gpu[len(cases) :]:
+        assert all(map(torch.equal, after, on_gpu[len(cases) - 1][1:]))
 
 
 @pytest.fixture

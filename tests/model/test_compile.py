@@ -7,24 +7,31 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 import torch
 import torch._dynamo
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch.fx import GraphModule
 
 from mmldlm import train
 from mmldlm.config import load_config
+from mmldlm.diffusion.objective import LossConfig, Objective
 from mmldlm.errors import ConfigError
 from mmldlm.model.attention import Backend
-from mmldlm.model.compile import CompileConfig, Region, compile_regions, remove_torn_kernels
-from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
+from mmldlm.model.compile import CompileConfig, Region, compile_regions, regions, remove_torn_kernels
+from mmldlm.model.heads import GPU_VOCAB_MULTIPLE, MAX_WHOLE_LOGITS
+from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Precision
 from mmldlm.model.ops import assume_device
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
-from tests.helpers.small_model import random_inputs, small_model
+from tests.helpers.noised_batch import noised_batch
+from tests.helpers.small_model import VOCAB, random_inputs, small_model
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 SHAPE = DataShape(20, 0, 1, 8, 1, 4)
@@ -73,7 +80,8 @@ def test_compile_mode_reaches_the_compiler(backend: Backend, regions: int, monke
     model = MMDiT(ModelConfig(depth=2, width=16, num_heads=2), SHAPE, backend)
     config = CompileConfig("regional", "max-autotune-no-cudagraphs")
     assert compile_regions(model, config, torch.device("cpu")) == f"regional, mode {config.mode}"
-    assert asked == [None, *[config.mode] * (2 * regions)], "a trial, and the regions of each block"
+    heads = int(backend != "sdpa")  # text head and loss
+    assert asked == [None, *[config.mode] * (2 * regions + heads)], "a trial, and the regions of each block"
 
 
 @pytest.mark.setting("compile.scope")
@@ -151,6 +159,53 @@ def test_compiled_curve_is_equal_without_recompilation(
     assert len(shapes) > 6
     assert graphs[1] == graphs[-1] > 0, graphs
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("precision", "loss", "max_logits"),
+    [
+        ("fp32", LossConfig(), MAX_WHOLE_LOGITS),
+        ("bf16", LossConfig(label_smoothing=0.1, z_loss=1e-3), MAX_WHOLE_LOGITS),
+        ("fp32", LossConfig(), 4 * VOCAB),
+    ],
+)
+def test_head_and_text_loss_are_one_region(
+    precision: Precision, loss: LossConfig, max_logits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the operators of a GPU: one product makes all logits, padded, for loss and accuracy; more go in chunks."""
+    torch._dynamo.reset()
+    counters.clear()
+    products: list[torch.Size] = []
+
+    def record(graph: GraphModule, _: object) -> Callable[..., Any]:
+        shapes = [node.meta["val"].shape for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default]
+        products.extend(shape for shape in shapes if shape[1] == GPU_VOCAB_MULTIPLE)
+        return make_boxed_func(graph.forward)
+
+    backend = partial(torch.compile, backend=aot_autograd(fw_compiler=record))
+    monkeypatch.setattr(torch, "compile", lambda function, mode="", **options: backend(function, **options))
+    monkeypatch.setattr("mmldlm.model.heads.MAX_WHOLE_LOGITS", max_logits)
+    networks = [small_model(backend="math", precision=precision).train() for _ in range(2)]
+    module, method = regions(networks[1])[-1]
+    setattr(module, method, Region(getattr(module, method), "default"))
+    for lengths in ((9, 16, 3, 14), (16, 12, 5)):
+        objective, noised = noised_batch("joint", lengths=lengths, loss=loss)
+        objective = Objective(loss, objective.text, objective.latent, accuracy=True)
+        results = []
+        for network in networks:
+            network.text_terms = loss.needs_text_terms
+            network.zero_grad()
+            with assume_device("cuda"):
+                results.append(objective(network, noised, noised.counts.tolist()))
+            results[-1][0].backward()
+        tolerance = 1e-5 if precision == "fp32" else 2e-2
+        torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
+        for eager, compiled in zip(*(network.parameters() for network in networks), strict=True):
+            if eager.grad is not None:
+                assert (eager.grad - compiled.grad).norm() <= tolerance * eager.grad.norm() + 1e-6
+    if max_logits == MAX_WHOLE_LOGITS:
+        assert (len(products), counters["stats"]["unique_graphs"]) == (1, 1), "for all sizes"
 
 
 @needs_compiler

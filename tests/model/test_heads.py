@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,14 +20,16 @@ from mmldlm.model.heads import (
     MASKED_LOGIT,
     LengthHead,
     TextHead,
-    chunked_token_nll,
-    chunked_token_terms,
+    in_chunks,
+    token_nll,
+    token_terms,
 )
 from mmldlm.model.ops import assume_device
 
 pytestmark = pytest.mark.quick
 
 WIDTH, VOCAB = 24, 101
+chunked_token_nll, chunked_token_terms = partial(in_chunks, token_nll), partial(in_chunks, token_terms)
 
 
 @pytest.fixture(params=["cpu", "cuda"])

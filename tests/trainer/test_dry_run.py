@@ -19,11 +19,13 @@ from mmldlm.data.store import Store
 from mmldlm.distributed.launch import ENGINES
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
+from mmldlm.model.heads import GPU_VOCAB_MULTIPLE, TextHead
 from mmldlm.model.mmdit import MMDiT, Precision
+from mmldlm.model.ops import assume_device
 from mmldlm.trainer.dry_run import print_estimate
 from mmldlm.trainer.engine_memory import Sharding, rank_memory
 from mmldlm.trainer.memory_estimate import Estimate, estimate
-from mmldlm.trainer.memory_tracker import StepTracker
+from mmldlm.trainer.memory_tracker import CostTracker, StepTracker
 from tests.helpers.noised_batch import noised_batch
 from tests.helpers.paths import ROOT
 from tests.helpers.small_model import small_model
@@ -299,6 +301,23 @@ def test_a_gpu_has_whole_temporaries(tiny_store: Path) -> None:
     # Graphs add to gradients that stay in memory.
     without = on("cuda", "compile.graphs=false").step
     assert without.peak.get("gradients", 0) < gpu.step.peak["gradients"] == 4 * without.trained
+
+
+def test_a_gpu_keeps_logits_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a compiled head does, so one estimate holds for both; above the limit a product is computed twice."""
+    rows, chunk, vocab = 200, 16, 4 * GPU_VOCAB_MULTIPLE
+    monkeypatch.setattr("mmldlm.model.heads.GPU_CHUNK_ROWS", chunk)
+    head = TextHead(WIDTH, vocab, (0,), tied=False).eval()
+    costs = []
+    for limit in (rows * vocab, rows * vocab - 1):
+        monkeypatch.setattr("mmldlm.model.heads.MAX_WHOLE_LOGITS", limit)
+        with assume_device("cuda"), CostTracker() as tracker:
+            nll, _ = head(torch.zeros(rows, WIDTH, requires_grad=True), head.weight, torch.zeros(rows).long())
+            nll.sum().backward()
+        costs.append((tracker.flops, tracker.peak()["activations"]))
+    (kept_flops, kept), (flops, peak) = costs
+    assert flops - kept_flops == 2 * rows * vocab * WIDTH
+    assert kept - peak == pytest.approx(4 * (rows - chunk) * vocab, rel=0.1)
 
 
 MEASURED = "model={depth: 6, width: 256, num_heads: 4}"
