@@ -198,7 +198,7 @@ def test_head_and_text_loss_are_one_region(
             network.zero_grad()
             with assume_device("cuda"):
                 results.append(objective(network, noised, noised.counts.tolist()))
-            results[-1][0].backward()
+                results[-1][0].backward()
         tolerance = 1e-5 if precision == "fp32" else 2e-2
         torch.testing.assert_close(*results, rtol=tolerance, atol=tolerance)
         for eager, compiled in zip(*(network.parameters() for network in networks), strict=True):
