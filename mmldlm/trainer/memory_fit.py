@@ -119,7 +119,8 @@ def _assess(
     config: RunConfig, components: Components, engine: Engine, batches: Sequence[Batch], index: int, size: BatchSize
 ) -> Fit:
     """Return whether micro-batch `index` of a step fits, beside the gradients of others if there are any."""
-    objective, accumulates = components.objective, size.accumulation(engine.world_size) > 1
+    objective = components.objective
+    accumulates = engine.sums_after_backward or size.accumulation(engine.world_size) > 1
     if engine.shards_parameters:
         needed = _needed_mib(config, components, engine, all_masked(objective, batches[index]), accumulates)
         usable = USABLE_SHARE * free_memory_mib(engine.device, engine.launch.local_world_size)
