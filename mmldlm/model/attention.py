@@ -133,7 +133,19 @@ def joint_attention(
     Returns:
         The outputs of latents [B*M, H, K] and text [N, H, K].
     """
-    return BACKENDS[backend](latent_qkv, text_qkv, rows)
+    if isinstance(rows, PackedLayout):
+        return BACKENDS[backend](latent_qkv, text_qkv, rows)
+    q, k, v = _Reorder.apply(torch.cat([latent_qkv, text_qkv]), rows.order, rows.inverse).unbind(1)
+    return attend_jointly(q, k, v, rows, backend, len(latent_qkv))
+
+
+def attend_jointly(
+    q: Tensor, k: Tensor, v: Tensor, rows: JointRows, backend: Backend, num_latents: int
+) -> tuple[Tensor, Tensor]:
+    """Return what `joint_attention` does, of q, k and v [S, H, K] with each sample's latents before its tokens."""
+    streams: Tensor = _Reorder.apply(JOINT_BACKENDS[backend](q, k, v, rows), rows.inverse, rows.order)
+    latents, text = streams.split([num_latents, len(streams) - num_latents])  # see `_grouped_sdpa`
+    return latents, text
 
 
 def heads_first(qkv: Tensor) -> tuple[Tensor, ...]:
@@ -160,21 +172,19 @@ def _grouped_sdpa(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) ->
     return torch.cat(latent_out), torch.cat(text_out)
 
 
-def _varlen(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor, Tensor]:
+def _varlen(q: Tensor, k: Tensor, v: Tensor, rows: JointRows) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # absent from CPU-only builds of older releases
 
-    q, k, v = _joint_rows(latent_qkv, text_qkv, rows)
     out = varlen_attn(q, k, v, rows.offsets, rows.offsets, rows.max_length, rows.max_length)
     assert isinstance(out, Tensor)
-    return _split_streams(out, rows, len(latent_qkv))
+    return out
 
 
-def _efficient(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor, Tensor]:
-    q, k, v = (part[None] for part in _joint_rows(latent_qkv, text_qkv, rows))  # [1, S, H, K]
+def _efficient(q: Tensor, k: Tensor, v: Tensor, rows: JointRows) -> Tensor:
     out, *_ = torch.ops.aten._efficient_attention_forward(
-        q,
-        k,
-        v,
+        q[None],
+        k[None],
+        v[None],
         bias=None,
         cu_seqlens_q=rows.offsets,
         cu_seqlens_k=rows.offsets,
@@ -184,30 +194,16 @@ def _efficient(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[T
         custom_mask_type=0,  # none; the others are causal
         compute_log_sumexp=torch.is_grad_enabled(),  # for backward
     )
-    return _split_streams(out[0], rows, len(latent_qkv))
+    return out[0]
 
 
-def _math(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor, Tensor]:
-    q, k, v = _joint_rows(latent_qkv, text_qkv, rows)
+def _math(q: Tensor, k: Tensor, v: Tensor, rows: JointRows) -> Tensor:
     # The number of samples before each row's end.
     sample = torch.bucketize(torch.arange(len(q), device=q.device, dtype=torch.int32), rows.offsets, right=True)
     # [H, S, S], in float32 under half precision as well.
     scores = torch.einsum("qhk,shk->hqs", q.float(), k.float()) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(sample[:, None] != sample[None, :], float("-inf"))
-    out = torch.einsum("hqs,shk->qhk", scores.softmax(-1), v.float()).to(q.dtype)
-    return _split_streams(out, rows, len(latent_qkv))
-
-
-def _joint_rows(latent_qkv: Tensor, text_qkv: Tensor, rows: JointRows) -> tuple[Tensor, ...]:
-    """Return q, k and v, each [S, H, K], with each sample's latents before its tokens."""
-    return _Reorder.apply(torch.cat([latent_qkv, text_qkv]), rows.order, rows.inverse).unbind(1)
-
-
-def _split_streams(joint_SHK: Tensor, rows: JointRows, num_latents: int) -> tuple[Tensor, Tensor]:
-    """Return the rows of latents [B*M, H, K] and of text [N, H, K]."""
-    streams: Tensor = _Reorder.apply(joint_SHK, rows.inverse, rows.order)
-    latents, text = streams.split([num_latents, len(streams) - num_latents])  # see `_grouped_sdpa`
-    return latents, text
+    return torch.einsum("hqs,shk->qhk", scores.softmax(-1), v.float()).to(q.dtype)
 
 
 class _Reorder(torch.autograd.Function):
@@ -224,10 +220,10 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(0, inverse), None, None
 
 
-JOINT_BACKENDS: tuple[Backend, ...] = ("varlen", "efficient", "math")  # those that take `JointRows`
-BACKENDS: dict[Backend, Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]] = {
-    "sdpa": _grouped_sdpa,
+JOINT_BACKENDS: dict[Backend, Callable[[Tensor, Tensor, Tensor, JointRows], Tensor]] = {
     "varlen": _varlen,
     "efficient": _efficient,
     "math": _math,
 }
+# All others, which take the streams and their layout.
+BACKENDS: dict[str, Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]] = {"sdpa": _grouped_sdpa}

@@ -30,68 +30,111 @@ def _rotate(first, second, cos, sin):
 
 
 @triton.jit
+def _load_streams(latent, text, at, text_at, mask, is_latent):
+    return tl.load(latent + at, mask & is_latent, 0.0) + tl.load(text + text_at, mask & ~is_latent, 0.0)
+
+
+@triton.jit
+def _store_streams(latent, text, at, text_at, values, mask, is_latent):
+    tl.store(latent + at, values, mask & is_latent)
+    tl.store(text + text_at, values, mask & ~is_latent)
+
+
+@triton.jit
+def _head_pairs(num_rows, heads: tl.constexpr, pairs: tl.constexpr):
+    # Rows are those of cat(latents, text), pairs those of a row and a head.
+    pair = (tl.program_id(0) * pairs + tl.arange(0, pairs)).to(tl.int64)[:, None]
+    return pair // heads, pair % heads, pair < num_rows * heads
+
+
+@triton.jit
+def _head_places(row, head, part, num_latents, channels, heads: tl.constexpr, width: tl.constexpr):
+    at = ((3 * row + part) * heads + head) * width + channels
+    return at, at - num_latents * 3 * heads * width, (row - num_latents) * (width // 2) + channels
+
+
+@triton.jit
+def _head_scale(latent, text, channels, is_latent, width: tl.constexpr):
+    latent_scale = tl.load(latent + channels, channels < width, 0.0).to(tl.float32)
+    return tl.where(is_latent, latent_scale, tl.load(text + channels, channels < width, 0.0).to(tl.float32))
+
+
+@triton.jit
 def _heads_kernel(
-    qkv, weight, cos, sin, out, num_pairs, epsilon, heads: tl.constexpr, width: tl.constexpr, half_block: tl.constexpr,
-    pairs_block: tl.constexpr, rotary: tl.constexpr,
+    latent, text, latent_q, latent_k, text_q, text_k, cos, sin, inverse, out, num_rows, num_latents, epsilon,
+    heads: tl.constexpr, width: tl.constexpr, block: tl.constexpr, pairs: tl.constexpr,
 ):  # fmt: skip
     part = tl.program_id(1)  # 0: queries, 1: keys, 2: values
-    pairs = (tl.program_id(0) * pairs_block + tl.arange(0, pairs_block)).to(tl.int64)
-    channels = tl.arange(0, half_block)
-    half: tl.constexpr = width // 2
-    is_channel = channels < half
-    mask = (pairs < num_pairs)[:, None] & is_channel[None]
-    rows = pairs // heads
-    first_at = ((3 * rows + part) * heads + pairs % heads)[:, None] * width + channels[None]
-    first, second = tl.load(qkv + first_at, mask, 0.0), tl.load(qkv + first_at + half, mask, 0.0)
+    row, head, is_pair = _head_pairs(num_rows, heads, pairs)
+    # Channels k and k + K/2, which turn together, are elements of two tensors.
+    channels, is_latent, half = tl.arange(0, block)[None], row < num_latents, width // 2
+    mask = is_pair & (channels < half)
+    at, text_at, angle_at = _head_places(row, head, part, num_latents, channels, heads, width)
+    joint_at = (tl.load(inverse + row, is_pair, 0) * heads + head) * width + channels
+    first = _load_streams(latent, text, at, text_at, mask, is_latent)
+    second = _load_streams(latent, text, at + half, text_at + half, mask, is_latent)
     if part < 2:
+        latent_weight, text_weight = latent_q, text_q
+        if part == 1:
+            latent_weight, text_weight = latent_k, text_k
         x, y = first.to(tl.float32), second.to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x + y * y, 1) / width + epsilon)[:, None]
-        weight_at = weight + part * width + channels
-        x *= rstd * tl.load(weight_at, is_channel, 0.0)[None]
-        y *= rstd * tl.load(weight_at + half, is_channel, 0.0)[None]
-        if rotary:
-            angle_at = rows[:, None] * half + channels[None]
-            x, y = _rotate(x, y, tl.load(cos + angle_at, mask, 0.0), tl.load(sin + angle_at, mask, 0.0))
+        x *= rstd * _head_scale(latent_weight, text_weight, channels, is_latent, width)
+        y *= rstd * _head_scale(latent_weight, text_weight, channels + half, is_latent, width)
+        turns = mask & ~is_latent
+        x, y = _rotate(x, y, tl.load(cos + angle_at, turns, 1.0), tl.load(sin + angle_at, turns, 0.0))
         first, second = x.to(first.dtype), y.to(first.dtype)
-    tl.store(out + first_at, first, mask)
-    tl.store(out + first_at + half, second, mask)
+    out_at = out + part.to(tl.int64) * num_rows * heads * width + joint_at
+    tl.store(out_at, first, mask)
+    tl.store(out_at + half, second, mask)
 
 
 @triton.jit
 def _heads_backward_kernel(
-    grad, qkv, weight, cos, sin, qkv_grad, weight_grads, num_pairs, epsilon, heads: tl.constexpr, width: tl.constexpr,
-    half_block: tl.constexpr, pairs_block: tl.constexpr, rotary: tl.constexpr,
+    q_grad, k_grad, v_grad, latent, text, latent_q, latent_k, text_q, text_k, cos, sin, inverse, latent_grad, text_grad,
+    weight_grads, num_rows, num_latents, epsilon, heads: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
+    pairs: tl.constexpr,
 ):  # fmt: skip
-    part, program = tl.program_id(1), tl.program_id(0)
-    pairs = (program * pairs_block + tl.arange(0, pairs_block)).to(tl.int64)
-    channels = tl.arange(0, half_block)
-    half: tl.constexpr = width // 2
-    is_channel = channels < half
-    mask = (pairs < num_pairs)[:, None] & is_channel[None]
-    rows = pairs // heads
-    first_at = ((3 * rows + part) * heads + pairs % heads)[:, None] * width + channels[None]
-    first, second = tl.load(grad + first_at, mask, 0.0), tl.load(grad + first_at + half, mask, 0.0)
+    part = tl.program_id(1)
+    row, head, is_pair = _head_pairs(num_rows, heads, pairs)
+    # Channels k and k + K/2, which turn together, are elements of two tensors.
+    channels, is_latent, half = tl.arange(0, block)[None], row < num_latents, width // 2
+    mask = is_pair & (channels < half)
+    at, text_at, angle_at = _head_places(row, head, part, num_latents, channels, heads, width)
+    joint_at = (tl.load(inverse + row, is_pair, 0) * heads + head) * width + channels
+    grad = q_grad
+    if part == 1:
+        grad = k_grad
+    if part == 2:
+        grad = v_grad
+    first, second = tl.load(grad + joint_at, mask, 0.0), tl.load(grad + joint_at + half, mask, 0.0)
     if part < 2:
-        dx, dy = first.to(tl.float32), second.to(tl.float32)
-        if rotary:
-            angle_at = rows[:, None] * half + channels[None]
-            # The adjoint of a rotation turns back.
-            dx, dy = _rotate(dx, dy, tl.load(cos + angle_at, mask, 0.0), -tl.load(sin + angle_at, mask, 0.0))
-        x = tl.load(qkv + first_at, mask, 0.0).to(tl.float32)
-        y = tl.load(qkv + first_at + half, mask, 0.0).to(tl.float32)
+        latent_weight, text_weight = latent_q, text_q
+        if part == 1:
+            latent_weight, text_weight = latent_k, text_k
+        turns = mask & ~is_latent
+        # The adjoint of a rotation turns back.
+        cosine, sine = tl.load(cos + angle_at, turns, 1.0), -tl.load(sin + angle_at, turns, 0.0)
+        dx, dy = _rotate(first.to(tl.float32), second.to(tl.float32), cosine, sine)
+        x = _load_streams(latent, text, at, text_at, mask, is_latent).to(tl.float32)
+        y = _load_streams(latent, text, at + half, text_at + half, mask, is_latent).to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x + y * y, 1) / width + epsilon)[:, None]
         x, y = x * rstd, y * rstd
-        sums_at = weight_grads + (part * tl.num_programs(0) + program) * width + channels
-        tl.store(sums_at, tl.sum(dx * x, 0), is_channel)
-        tl.store(sums_at + half, tl.sum(dy * y, 0), is_channel)
-        weight_at = weight + part * width + channels
-        dx *= tl.load(weight_at, is_channel, 0.0)[None]
-        dy *= tl.load(weight_at + half, is_channel, 0.0)[None]
+        # Of latents, then text, sums of programs are side by side: the sum over programs is then one kernel.
+        programs, is_channel = tl.num_programs(0), channels < half
+        sums_at = weight_grads + (part * width + channels) * programs + tl.program_id(0)
+        tl.store(sums_at, tl.sum(tl.where(is_latent, dx * x, 0.0), 0)[None], is_channel)
+        tl.store(sums_at + half * programs, tl.sum(tl.where(is_latent, dy * y, 0.0), 0)[None], is_channel)
+        sums_at += 2 * width * programs
+        tl.store(sums_at, tl.sum(tl.where(is_latent, 0.0, dx * x), 0)[None], is_channel)
+        tl.store(sums_at + half * programs, tl.sum(tl.where(is_latent, 0.0, dy * y), 0)[None], is_channel)
+        dx *= _head_scale(latent_weight, text_weight, channels, is_latent, width)
+        dy *= _head_scale(latent_weight, text_weight, channels + half, is_latent, width)
         # RMS norm's gradient: without the component along the normalized vector, times rstd.
         projection = (tl.sum(dx * x + dy * y, 1) / width)[:, None]
         first, second = ((dx - x * projection) * rstd).to(first.dtype), ((dy - y * projection) * rstd).to(first.dtype)
-    tl.store(qkv_grad + first_at, first, mask)
-    tl.store(qkv_grad + first_at + half, second, mask)
+    _store_streams(latent_grad, text_grad, at, text_at, first, mask, is_latent)
+    _store_streams(latent_grad, text_grad, at + half, text_at + half, second, mask, is_latent)
 
 
 @triton.jit
@@ -166,53 +209,61 @@ def _add_norm_backward_kernel(
     tl.store(sums_at + 2 * width, gate_sum, is_column)
 
 
-def _shape(qkv_T3HK: Tensor, cos: Tensor | None) -> tuple[int, dict[str, int | bool]]:
-    heads, width = qkv_T3HK.shape[2:]
+def _heads_launch(latent: Tensor, text: Tensor, epsilon: float) -> tuple[tuple[int, int], dict[str, float]]:
+    """Return the grid of programs and the sizes that both kernels of heads take."""
+    heads, width = text.shape[2:]
     block = triton.next_power_of_2(width // 2)
-    shape = {"heads": heads, "width": width, "half_block": block, "pairs_block": max(1, 32 * PAIRS // block)}
-    return qkv_T3HK.shape[0] * heads, {**shape, "rotary": cos is not None}
+    pairs, num_rows = max(1, 32 * PAIRS // block), len(latent) + len(text)
+    sizes = {"num_rows": num_rows, "num_latents": len(latent), "epsilon": epsilon}
+    shape = {"heads": heads, "width": width, "block": block, "pairs": pairs}
+    return (triton.cdiv(num_rows * heads, pairs), 3), {**sizes, **shape}
 
 
-@triton_op("mmldlm::normalize_heads", mutates_args=())
-def _normalize_heads(
-    qkv_T3HK: Tensor, weight_2K: Tensor, cos: Tensor | None, sin: Tensor | None, epsilon: float
-) -> Tensor:
-    out = torch.empty_like(qkv_T3HK)
-    num_pairs, shape = _shape(qkv_T3HK, cos)
-    grid = (triton.cdiv(num_pairs, shape["pairs_block"]), 3)
-    wrap_triton(_heads_kernel)[grid](qkv_T3HK, weight_2K, cos, sin, out, num_pairs, epsilon, **shape)
+@triton_op("mmldlm::joint_heads", mutates_args=())
+def _joint_heads(
+    latent: Tensor, text: Tensor, latent_q: Tensor, latent_k: Tensor, text_q: Tensor, text_k: Tensor, cos: Tensor,
+    sin: Tensor, inverse: Tensor, epsilon: float,
+) -> Tensor:  # fmt: skip
+    inputs, (grid, sizes) = (latent, text, latent_q, latent_k, text_q, text_k), _heads_launch(latent, text, epsilon)
+    out = text.new_empty(3, len(latent) + len(text), *text.shape[2:])
+    wrap_triton(_heads_kernel)[grid](*inputs, cos, sin, inverse, out, **sizes)
     return out
 
 
-@triton_op("mmldlm::normalize_heads_backward", mutates_args=())
-def _normalize_heads_backward(
-    grad_T3HK: Tensor, qkv_T3HK: Tensor, weight_2K: Tensor, cos: Tensor | None, sin: Tensor | None, epsilon: float
-) -> tuple[Tensor, Tensor]:
-    qkv_grad = torch.empty_like(qkv_T3HK)
-    num_pairs, shape = _shape(qkv_T3HK, cos)
-    grid = (triton.cdiv(num_pairs, shape["pairs_block"]), 3)
-    sums = weight_2K.new_empty(2, grid[0], shape["width"])
+@triton_op("mmldlm::joint_heads_backward", mutates_args=())
+def _joint_heads_backward(
+    q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, latent: Tensor, text: Tensor, latent_q: Tensor, latent_k: Tensor,
+    text_q: Tensor, text_k: Tensor, cos: Tensor, sin: Tensor, inverse: Tensor, epsilon: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    inputs, (grid, sizes) = (latent, text, latent_q, latent_k, text_q, text_k), _heads_launch(latent, text, epsilon)
+    latent_grad, text_grad = torch.empty_like(latent), torch.empty_like(text)
+    weight_grads = text.new_empty(4, text.shape[3], grid[0], dtype=torch.float32)
     wrap_triton(_heads_backward_kernel)[grid](
-        grad_T3HK, qkv_T3HK, weight_2K, cos, sin, qkv_grad, sums, num_pairs, epsilon, **shape
+        q_grad, k_grad, v_grad, *inputs, cos, sin, inverse, latent_grad, text_grad, weight_grads, **sizes
     )
-    return qkv_grad, sums.sum(1)
+    return latent_grad, text_grad, weight_grads.sum(-1)
 
 
-class NormalizeHeads(Function):
-    """`ops.normalize_heads` in one pass over memory forward, and one backward; sums are in a fixed order."""
+class JointHeads(Function):
+    """`ops.normalize_heads` of both streams into the rows of joint attention, in one pass over memory each way.
+
+    Arguments are q, k and v of latents [B*M, 3, H, K] and text [N, 3, H, K], the scales of both, cosine and sine of the
+    text's positions, and the place of each row of cat(latents, text) among the joint rows. Sums are in a fixed order.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, qkv_T3HK: Tensor, weight_2K: Tensor, cos: Tensor | None, sin: Tensor | None, epsilon: float
-    ) -> Tensor:
-        qkv_T3HK, ctx.epsilon = qkv_T3HK.contiguous(), epsilon
-        ctx.save_for_backward(qkv_T3HK, weight_2K, cos, sin)
-        return _normalize_heads(qkv_T3HK, weight_2K, cos, sin, epsilon)
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
+        *tensors, ctx.epsilon = args
+        ctx.save_for_backward(*tensors)
+        return _joint_heads(*args).unbind()
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T3HK: Tensor) -> tuple[Tensor | None, ...]:
-        return *_normalize_heads_backward(grad_T3HK.contiguous(), *ctx.saved_tensors, ctx.epsilon), None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors
+        latent_grad, text_grad, sums = _joint_heads_backward(*(grad.contiguous() for grad in grads), *saved, ctx.epsilon)
+        weight_grads = (sum_K.to(weight.dtype) for sum_K, weight in zip(sums, saved[2:6], strict=True))
+        return latent_grad, text_grad, *weight_grads, None, None, None, None
 
 
 def _norm_shape(x_TD: Tensor, gate_BD: Tensor, shift_scale_B2D: Tensor, epsilon: float) -> dict[str, float]:

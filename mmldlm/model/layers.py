@@ -93,14 +93,15 @@ class Modulation(nn.Module):
         return [ModulationOut(*part.split([2 * width, width], -1)) for part in parts]
 
 
-def modulate_at_once(modulations: Sequence[Modulation], conditioning_BT: Tensor) -> tuple[Tensor, ...]:
-    """Return the output of each `up` layer, by one product for all modulations, which have equal shapes."""
+def modulate_at_once(modulations: Sequence[Modulation], conditioning_BT: Tensor) -> list[tuple[ModulationOut, ...]]:
+    """Return what each modulation does, in float32, by one product for all of them; their shapes are equal."""
     hidden = F.silu(conditioning_BT).expand(len(modulations), -1, -1)
     downs = [each.down.weight for each in modulations if each.down is not None]
     if downs:
         hidden = hidden @ torch.stack(downs).mT
     weights, biases = (torch.stack([getattr(each.up, name) for each in modulations]) for name in ("weight", "bias"))
-    return torch.baddbmm(biases[:, None], hidden, weights.mT).unbind()
+    branches = modulations[0].split(torch.baddbmm(biases[:, None], hidden, weights.mT).float())
+    return list(zip(*(map(ModulationOut, *map(torch.unbind, branch)) for branch in branches), strict=True))
 
 
 class ModulatedLinear(nn.Linear):

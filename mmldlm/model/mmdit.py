@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmldlm.batch import PackedLayout
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig, checkpoint_blocks
-from mmldlm.model.attention import Backend, JointRows, joint_attention, rows_to_attend
+from mmldlm.model.attention import Backend, JointRows, attend_jointly, joint_attention, rows_to_attend
 from mmldlm.model.heads import LengthHead, LossWeights, TextHead
 from mmldlm.model.initial_weights import InitialWeights, Normal
 from mmldlm.model.layers import (
@@ -32,7 +32,16 @@ from mmldlm.model.layers import (
     modulate_at_once,
     rotary_angles,
 )
-from mmldlm.model.ops import SampleRows, Stream, gather_rows, load_gpu_kernels, modulated, runs_on_cpu
+from mmldlm.model.ops import (
+    EPSILON,
+    SampleRows,
+    Stream,
+    gather_rows,
+    gpu_kernels,
+    load_gpu_kernels,
+    modulated,
+    runs_on_cpu,
+)
 from mmldlm.model.parts import Part, part_of
 from mmldlm.settings.declaration import setting
 
@@ -118,8 +127,8 @@ class Prediction(NamedTuple):
     is_best: Tensor | None = None  # bool [ceil(P / 32)]; only in training, see `TextHead.forward`
 
 
-# Embedded noise times [B, T], or the outputs of `modulate_at_once` for text and latent stream.
-Conditioning: TypeAlias = Tensor | tuple[Tensor, Tensor]
+# Embedded noise times [B, T], or the modulations of attention and feed-forward, for text and latents.
+Conditioning: TypeAlias = Tensor | tuple[Sequence[ModulationOut], Sequence[ModulationOut]]
 
 
 class BlockStream(nn.Module):
@@ -184,7 +193,9 @@ class MMDiTBlock(nn.Module):
 
     def forward(self, text: Stream, latent: Stream, conditioning: Conditioning, rows: Rows) -> tuple[Stream, Stream]:
         """Update both streams: text [N, D], or [P, D] of the tokens to keep, and latents [B*M, E]."""
-        (text_attn_mod, text_mlp_mod), (latent_attn_mod, latent_mlp_mod) = self.modulations(conditioning)
+        if isinstance(conditioning, Tensor):
+            conditioning = self.text.modulation(conditioning), self.latent.modulation(conditioning)
+        (text_attn_mod, text_mlp_mod), (latent_attn_mod, latent_mlp_mod) = conditioning
         text_ND, text_qkv = self.text.project(text, text_attn_mod, rows.text)
         latent_TE, latent_qkv = self.latent.project(latent, latent_attn_mod, rows.latent)
         text_attn, latent_attn = self.attention(text_qkv, latent_qkv, rows)
@@ -197,18 +208,18 @@ class MMDiTBlock(nn.Module):
         latent = self.latent.residual(latent_TE, latent_attn, latent_attn_mod, latent_mlp_mod, rows.latent, adds)
         return text, latent
 
-    def modulations(self, conditioning: Conditioning) -> tuple[list[ModulationOut], list[ModulationOut]]:
-        """Return the modulations of attention and feed-forward, for text and latents."""
-        if isinstance(conditioning, Tensor):
-            return self.text.modulation(conditioning), self.latent.modulation(conditioning)
-        text, latent = conditioning
-        return self.text.modulation.split(text), self.latent.modulation.split(latent)
-
     def attention(self, text_qkv: Tensor, latent_qkv: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the joint attention's outputs for text [N, H, K] and latents [B*M, H, K], with QK-norm.
 
         Text positions are rotary; latent tokens have learned positions (`MMDiT.latent_position`).
         """
+        if isinstance(rows.attended, JointRows) and (kernels := gpu_kernels(text_qkv)):
+            latent, text = self.latent.head_norm, self.text.head_norm
+            places = (*rows.rotary, rows.attended.inverse)
+            q, k, v = kernels.JointHeads.apply(
+                latent_qkv, text_qkv, latent.q, latent.k, text.q, text.k, *places, EPSILON
+            )
+            return attend_jointly(q, k, v, rows.attended, rows.backend, len(latent_qkv))[::-1]
         text_qkv, latent_qkv = self.text.head_norm(text_qkv, rows.rotary), self.latent.head_norm(latent_qkv, None)
         latent_out, text_out = joint_attention(latent_qkv, text_qkv, rows.attended, rows.backend)
         return text_out, latent_out

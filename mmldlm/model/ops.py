@@ -50,6 +50,11 @@ def load_gpu_kernels(device: torch.device) -> None:
         _gpu_kernels[device.type] = kernels
 
 
+def gpu_kernels(x: Tensor) -> Any:
+    """Return the module of kernels if they run on the device of `x`, otherwise None."""
+    return None if runs_on_cpu(x) else _gpu_kernels.get(x.device.type)
+
+
 def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
     """Return a decorator of a plain formula: `function` computes it, unless `torch.compile` traces it."""
 
@@ -309,7 +314,7 @@ class _AddNorm(Function):
         dtype: torch.dtype,
         *places: Any,
     ) -> tuple[Tensor, Tensor]:
-        if kernels := _gpu_kernels.get(x_TD.device.type):
+        if kernels := gpu_kernels(x_TD):
             y_TD, out_TD = kernels.add_norm(x_TD, branch_TD, gate_BD, shift_scale_B2D, *places[1:3], dtype, EPSILON)
         else:
             rows = None if places[0] is None else SampleRows(*places)
@@ -322,7 +327,7 @@ class _AddNorm(Function):
     @once_differentiable
     def backward(ctx: Any, y_grad: Tensor, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         y, branch, gate, shift_scale, *places = ctx.saved_tensors
-        if kernels := _gpu_kernels.get(y.device.type):
+        if kernels := gpu_kernels(y):
             saved = (y, branch, gate, shift_scale, *places[1:3])
             x_grad, branch_grad, sums = kernels.add_norm_backward(
                 y_grad.contiguous(), out_grad.contiguous(), *saved, EPSILON
@@ -459,6 +464,7 @@ def _apply_rotary(x_T2HK: Tensor, cos: Tensor | None, sin: Tensor | None, out: T
         out.copy_(rotated)
 
 
+@memory_saving(_NormalizeHeads)
 def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
     """Normalize q and k to unit root mean square and scale them (arXiv 2302.05442), then rotate them; v is unchanged.
 
@@ -471,13 +477,6 @@ def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, T
     Returns:
         q, k and v [T, 3, H, K] in the type of `qkv_T3HK`.
     """
-    if (kernels := _gpu_kernels.get(qkv_T3HK.device.type)) and not runs_on_cpu(qkv_T3HK):
-        return kernels.NormalizeHeads.apply(qkv_T3HK, weight_2K, *(rotary or (None, None)), EPSILON)
-    return _normalize_heads(qkv_T3HK, weight_2K, rotary)
-
-
-@memory_saving(_NormalizeHeads)
-def _normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
     qk = F.rms_norm(qkv_T3HK[:, :2].float(), qkv_T3HK.shape[-1:], eps=EPSILON) * weight_2K[:, None]
     if rotary is not None:
         cos, sin = (angle[..., None, :] for angle in _per_head(rotary))

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -25,7 +24,7 @@ from tests.helpers.paths import ROOT
 from tests.helpers.small_model import small_model
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-SHAPES = [(37, 3, 16), (5, 2, 64), (70, 2, 24), (1, 1, 256)]  # rows, heads, channels of a head
+SHAPES = [(37, 70, 3, 16), (5, 0, 2, 64), (1, 70, 2, 24), (6, 9, 1, 256)]  # latents, tokens, heads, channels of a head
 
 
 def loaded(device: str) -> Any:
@@ -41,30 +40,28 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
     return float(((ours - exact).norm() / exact.norm().clamp_min(1e-9)).detach())
 
 
-def heads(function: Callable[..., Tensor], inputs: list[Tensor], rotary: Any, grad: Tensor) -> list[Tensor]:
-    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
-    out = function(*leaves, rotary)
-    return [out, *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
-
-
 def errors_of_heads(device: str, dtype: torch.dtype, compiled: bool = False) -> list[float]:
-    """Return the largest relative errors of result and gradients against the formula in float64."""
-    kernels = loaded(device)
-    function = torch.compile(ops.normalize_heads) if compiled else ops.normalize_heads
-    if device == "cpu":  # as with tensors on a GPU
-
-        def function(qkv: Tensor, weight: Tensor, rotary: Any) -> Tensor:
-            return kernels.NormalizeHeads.apply(qkv, weight, *(rotary or (None, None)), ops.EPSILON)
-
-    errors = []
-    for rows, count, width in SHAPES:
-        for rotary in (rotary_angles(torch.arange(rows, device=device), width, 1e4), None):
-            qkv, grad = (torch.randn(rows, 3, count, width, device=device).to(dtype) for _ in range(2))
-            weight = 0.5 + torch.rand(2, width, device=device)
-            angles = None if rotary is None else tuple(angle.double() for angle in rotary)
-            exact = heads(ops._normalize_heads.__wrapped__, [qkv.double(), weight.double()], angles, grad)  # type: ignore[attr-defined]
-            ours = heads(function, [qkv, weight], rotary, grad)
-            errors += [relative_error(a, b) for a, b in zip(ours, exact, strict=True)]
+    """Return the relative errors of q, k, v in the joint rows and of the gradients against the formula in float64."""
+    kernels, errors = loaded(device), []
+    function = torch.compile(kernels.JointHeads.apply) if compiled else kernels.JointHeads.apply
+    for latents, rows, count, width in SHAPES:
+        latent, text = (torch.randn(count_, 3, count, width, device=device).to(dtype) for count_ in (latents, rows))
+        leaves = [latent, text, *(0.5 + torch.rand(4, width, device=device))]
+        order = torch.randperm(latents + rows, device=device)
+        grads = [torch.randn(len(order), count, width, device=device).to(dtype) for _ in range(3)]
+        rotary, leaves = (
+            rotary_angles(torch.arange(rows, device=device), width, 1e4),
+            [x.requires_grad_() for x in leaves],
+        )
+        ours = function(*leaves, *rotary, order.argsort(), ops.EPSILON)
+        exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+        formula = ops.normalize_heads.__wrapped__  # type: ignore[attr-defined]
+        angles = (rotary[0].double(), rotary[1].double())
+        streams = formula(exact[0], torch.stack(exact[2:4]), None), formula(exact[1], torch.stack(exact[4:]), angles)
+        joint = torch.cat(streams)[order].unbind(1)
+        results = [*ours, *torch.autograd.grad(ours, leaves, grads)]
+        results64 = [*joint, *torch.autograd.grad(joint, exact, [grad.double() for grad in grads])]
+        errors += [relative_error(a, b) for a, b in zip(results, results64, strict=True)]
     return errors
 
 
