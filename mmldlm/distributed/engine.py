@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -221,18 +221,16 @@ class Engine(Collectives):
     def _clip_gradients(self, max_norm: float) -> Tensor:
         """Clip the gradients to `max_norm` and return the norm before, equal on all ranks (collective)."""
         gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        self._scale_gradients(gradients, norm, max_norm)
-        return norm
+        return self._scale_gradients(gradients, torch.nn.utils.get_total_norm(gradients), max_norm)
 
-    def _scale_gradients(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> None:
-        """Clip gradients of this norm, as `torch.nn.utils.clip_grads_with_norm_`."""
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        optimizer: Any = self.unwrapped_optimizer
+    def _scale_gradients(self, gradients: list[Tensor], norm: Tensor, max_norm: float) -> Tensor:
+        """Clip gradients of this norm, as `torch.nn.utils.clip_grads_with_norm_`, and return the norm."""
+        optimizer, factor = cast(Any, self.unwrapped_optimizer), (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if self.device.type == "cuda" and getattr(optimizer, "_step_supports_amp_scaling", False):
             optimizer.grad_scale = 1 / factor  # its kernel divides the gradients by it: a pass less over them
-        elif gradients:
+        else:
             torch._foreach_mul_(gradients, factor)
+        return norm
 
     def _step(self, norm: Tensor, norm_limit: float) -> None:
         """Step the optimizer if the norm is accepted. Only one that is not fused makes the host wait for the norm."""

@@ -129,8 +129,7 @@ class FSDP2Engine(Engine):
             # Each replica sums over its shards by itself. Norms that differ in the last bit would let the replicas
             # drift apart, or only some of them skip a step, so all take the largest.
             dist.all_reduce(norm, dist.ReduceOp.MAX, mesh.get_group(0))
-        self._scale_gradients(gradients, norm, max_norm)
-        return norm
+        return self._scale_gradients(gradients, norm, max_norm)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,8 @@ def in_chunks(formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Te
     on_cpu = runs_on_cpu(hidden_PD)
     if on_cpu and hidden_PD.shape[0] <= CHUNK_ROWS:
         return formula(_logits(hidden_PD, weight_VD, bias_V), bias_V, targets_P)
-    if on_cpu and formula is token_nll and matmul_dtype(weight_VD) == torch.float32:
+    is_float32 = matmul_dtype(weight_VD) == torch.float32
+    if on_cpu and is_float32 and formula is token_nll and hasattr(F, "linear_cross_entropy"):  # from PyTorch 2.13 on
         # Not reduced, since each token has a weight of its own.
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK_ROWS)
         return F.linear_cross_entropy(

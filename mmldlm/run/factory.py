@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import attention as flash
 
 from mmldlm.batch import Batch, PackedLayout
 from mmldlm.config import RunConfig
@@ -17,21 +20,17 @@ from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import ON_HOST, NoisedBatch, Objective
-from mmldlm.model.attention import AttentionConfig, Backend, device_capability, resolve_backend
-from mmldlm.model.mmdit import MMDiT, Precision
+from mmldlm.model.attention import AMPERE, AttentionConfig, Backend, device_capability, resolve_backend
+from mmldlm.model.mmdit import DTYPES, MMDiT, Precision
 from mmldlm.model.parts import freeze_parts
 from mmldlm.run.compatibility import data_shape
 from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.packed_tensors import PackedTensors
 
+log = logging.getLogger(__name__)
+
 IGNORED = -100  # a target that `F.cross_entropy` ignores
-OF_MASKED = (
-    "positions",
-    "targets",
-    "token_weight",
-    "trained_token_weight",
-    "token_bin",
-)  # have a row each
+OF_MASKED = ("positions", "targets", "token_weight", "trained_token_weight", "token_bin")  # have a row each
 
 
 def set_matmul_precision(config: RunConfig) -> None:
@@ -60,8 +59,33 @@ def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) ->
 
 def attention_backend(config: RunConfig, device_type: str) -> Backend:
     """Return the kernel of the joint attention on this type of device; one that does not run is a `ConfigError`."""
-    head_width, capability = config.model.head_width, device_capability(device_type)
-    return resolve_backend(config.attention.backend, device_type, _precision(config), head_width, capability)
+    head_width, capability, precision = config.model.head_width, device_capability(device_type), _precision(config)
+    backend = resolve_backend(config.attention.backend, device_type, precision, head_width, capability)
+    if (config.attention.backend, backend) == ("auto", "varlen") and (capability or AMPERE)[0] in (9, 10):
+        take_flash_attention_4(head_width, DTYPES[precision], device_type)
+    return backend
+
+
+@cache
+def take_flash_attention_4(head_width: int, dtype: torch.dtype, device: str) -> None:
+    """Have varlen run FlashAttention 4 from here on where it is installed, unless its first call each way fails."""
+    from torch.nn.attention.varlen import varlen_attn  # absent from CPU-only builds of older releases
+
+    try:  # not all of its versions fit PyTorch's calls
+        flash.activate_flash_attention_impl("FA4")
+        qkv = torch.ones(1, 1, head_width, dtype=dtype, device=device, requires_grad=True)
+        offsets = torch.arange(2, dtype=torch.int32, device=device)
+        varlen_attn(qkv, qkv, qkv, offsets, offsets, 1, 1).sum().backward()  # type: ignore[union-attr]
+    except Exception as error:  # of many types
+        flash.restore_flash_attention_impl(_raise_warn=False)
+        if not str(getattr(error, "name", "")).startswith("flash_attn"):  # which is not installed
+            log.warning("FlashAttention 4 does not run here, so attention takes PyTorch's own: %s", error)
+
+
+def describe_attention(backend: object) -> str:
+    """Return the kernel of the joint attention, for the user."""
+    is_newer = backend == "varlen" and flash.current_flash_attention_impl() == "FA4"
+    return f"{backend} (FlashAttention 4)" if is_newer else str(backend)
 
 
 def _precision(config: RunConfig) -> Precision:

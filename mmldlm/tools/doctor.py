@@ -25,7 +25,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.comm_benchmark import backend_of, backend_version
 from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError, StorageError, UsageError
 from mmldlm.model.attention import AttentionConfig
-from mmldlm.run.factory import attention_backend, build_meta_model
+from mmldlm.run.factory import attention_backend, build_meta_model, describe_attention
 from mmldlm.run.warm_start import find_source, warm_start
 from mmldlm.trainer.consistency import writable_run_folder
 from mmldlm.trainer.memory_estimate import estimate
@@ -174,7 +174,7 @@ def check_attention(config: RunConfig, device: str) -> Finding:
         backend = attention_backend(config, device)
     except ConfigError as error:
         return fail("attention", str(error), "set attention.backend: auto")
-    return ok("attention", f"{backend} on {device} in {config.precision}")
+    return ok("attention", f"{describe_attention(backend)} on {device} in {config.precision}")
 
 
 def check_store(config: RunConfig) -> tuple[Store | None, Finding]:

@@ -12,7 +12,7 @@ from mmldlm.data.verify import drop_bad_samples
 from mmldlm.distributed.capabilities import supports
 from mmldlm.distributed.launch import ENGINES, FSDP2, read_launcher_sizes
 from mmldlm.optim.lr_schedule import describe_lr
-from mmldlm.run.factory import attention_backend
+from mmldlm.run.factory import attention_backend, describe_attention
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.engine_memory import MIB, Sharding, rank_memory
 from mmldlm.trainer.memory_estimate import estimate
@@ -53,7 +53,8 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> Non
         f"FLOPs per step       {costs.flops_per_step / 1e9:,.1f} G (matrix products: forward, recomputation, backward)"
     )
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"attention            {attention_backend(config, device_type)} on {device_type} in {config.precision}")
+    attention = describe_attention(attention_backend(config, device_type))
+    print(f"attention            {attention} on {device_type} in {config.precision}")
     print(f"optimizer            {costs.optimizer}")
     rate = describe_lr(config.train.steps, config.optim, config.schedule, costs.batches[0].global_batch_size)
     print(f"learning rate        {rate}, of {config.train.steps} steps")

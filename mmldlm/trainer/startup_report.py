@@ -26,6 +26,7 @@ from mmldlm.distributed.optimizers import describe_optimizer
 from mmldlm.distributed.process_group import kept_variables, settings_to_export
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
+from mmldlm.run.factory import describe_attention
 from mmldlm.run.load import DESCRIPTION
 from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.metrics import recorded_run_id
@@ -119,7 +120,7 @@ def startup_report(
         "nodes": engine.launch.nodes,
         "ranks": ranks,
         "precision": config.precision,
-        "attention": engine.unwrapped_model.backend,
+        "attention": describe_attention(engine.unwrapped_model.backend),
         "compile": components.compiled,
         "activation_checkpointing": config.memory.activation_checkpointing,
         "optimizer": describe_optimizer(engine.unwrapped_optimizer),

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import _registry, restore_flash_attention_impl
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm.batch import PackedLayout
@@ -18,7 +20,7 @@ from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError
 from mmldlm.model.attention import Backend, joint_attention, resolve_backend, rows_to_attend
 from mmldlm.model.mmdit import MMDiT, Prediction
-from mmldlm.run.factory import build_meta_model
+from mmldlm.run.factory import attention_backend, build_meta_model, describe_attention, take_flash_attention_4
 from tests.helpers.padded_reference import padded_forward
 from tests.helpers.small_model import MASK, PAD, Inputs, random_inputs, small_model
 
@@ -204,6 +206,84 @@ def test_network_on_cuda_has_the_kernel_of_its_gpu(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     config = load_config(None, [f"precision={precision}"])
     assert build_meta_model(config, Store.open(tiny_store).manifest, "cuda").backend == "efficient"
+
+
+FLASH_ATTENTION_4 = (
+    ["precision=bf16"],
+    (9, 0),
+    RuntimeError("torn"),
+    1,
+)  # where it fits: settings, GPU; what it raises
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("settings", "capability", "error", "warnings"),
+    [
+        FLASH_ATTENTION_4,
+        (["precision=fp16"], (10, 0), ImportError("no compiler", name="cutlass"), 1),
+        (["precision=bf16"], (9, 0), ImportError("not installed", name="flash_attn.cute"), 0),
+        *((FLASH_ATTENTION_4[0], capability, AssertionError("asked for"), 0) for capability in ((8, 9), (12, 0))),
+        *(
+            ([*FLASH_ATTENTION_4[0], other], (9, 0), AssertionError("asked for"), 0)
+            for other in ("precision=fp32", "attention.backend=varlen")
+        ),
+    ],
+)
+def test_flash_attention_4_that_fails_is_left_out(
+    settings: list[str],
+    capability: tuple[int, int],
+    error: Exception,
+    warnings: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """On a stub of a GPU, by PyTorch's registry: a warning says why, but where it is not installed or does not fit."""
+
+    def register() -> None:
+        raise error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA4", register)
+    take_flash_attention_4.cache_clear()
+    for _ in range(2):
+        backend = attention_backend(load_config(None, settings), "cuda")
+        assert describe_attention(backend) == backend == ("efficient" if "precision=fp32" in settings else "varlen")
+    assert [str(error) in record.message for record in caplog.records] == [True] * warnings
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("outputs", [5, 2])
+def test_flash_attention_4_is_taken_if_a_call_each_way_succeeds(
+    outputs: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """PyTorch's registry gives the operators kernels, here for the CPU; one returns what PyTorch does not expect."""
+    library, seen = torch.library.Library("aten", "IMPL"), list[str]()
+
+    def forward(query: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
+        seen.append("forward")
+        state = torch.zeros(2, dtype=torch.uint64)
+        return (query.clone(), query.new_zeros(query.shape[1::-1]).float(), state, state[0], query[:0])[:outputs]
+
+    def backward(grad: Tensor, *_: object, **__: object) -> tuple[Tensor, ...]:
+        seen.append("backward")
+        return grad.clone(), grad.clone(), grad.clone()
+
+    def register() -> SimpleNamespace:
+        library.impl("_flash_attention_forward", forward, "CPU")
+        library.impl("_flash_attention_backward", backward, "CPU")
+        return SimpleNamespace(remove=library._destroy)
+
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, "FA4", register)
+    take_flash_attention_4.cache_clear()
+    take_flash_attention_4(64, torch.bfloat16, "cpu")
+    fits = outputs == 5
+    assert seen == ["forward", "backward"][: 1 + fits] and len(caplog.records) == 1 - fits
+    assert describe_attention("varlen") == ("varlen (FlashAttention 4)" if fits else "varlen")
+    assert describe_attention("efficient") == "efficient"
+    restore_flash_attention_impl(_raise_warn=False)
+    assert describe_attention("varlen") == "varlen"
 
 
 class Calls(TorchDispatchMode):
