@@ -26,7 +26,8 @@ ChunkFormula = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 def chunked_token_nll(hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
     """Return -log p(target) [P] of a linear head in float32, without materializing the logits [P, V]."""
     full_precision, many_rows = matmul_dtype(weight_VD) == torch.float32, hidden_PD.shape[0] > CHUNK_ROWS
-    if full_precision and many_rows and runs_on_cpu(hidden_PD):  # never tried on a GPU
+    # Never tried on a GPU; it came with PyTorch 2.13.
+    if full_precision and many_rows and runs_on_cpu(hidden_PD) and hasattr(F, "linear_cross_entropy"):
         # Not reduced, since each token has a weight of its own.
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK_ROWS)
         return F.linear_cross_entropy(
