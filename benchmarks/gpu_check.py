@@ -2,8 +2,9 @@
 
     python -m benchmarks.gpu_check STAGE --out FOLDER --stores FOLDER [--tiny]
 
-Writes FOLDER/STAGE.json after each part, so that what a time limit cuts off costs that part alone. `--tiny` shows on
-any machine that the stage runs; its result is never committed. The bars are in `gpu_bars.py`.
+Writes FOLDER/STAGE.json after each part, so that what a time limit cuts off costs that part alone; parts that `graphs`
+and `best` take from other stages, into the files of those. `--tiny` shows on any machine that the stage runs; its
+result is never committed. The bars are in `gpu_bars.py`.
 """
 
 from __future__ import annotations
@@ -24,21 +25,26 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from packaging.requirements import Requirement
 
 from benchmarks.common.counting import covered
 from benchmarks.common.report import ROOT, circumstances, plain_parser, print_status, write_json
 from benchmarks.common.task import SHAPES, Kind, device
+from benchmarks.gpu_replays import attention, blocks, replay
 from benchmarks.memory import GPU_SETTINGS, SETTINGS, measure
 from mmldlm.distributed.launch import DDP
 from mmldlm.model.flops import peak_flops
+from mmldlm.utils.versions import outdated
 
-BUDGET_S = float(os.environ.get("GPU_CHECK_SECONDS", 555))  # of a stage, where a command may take 600
+BUDGET_S, BUDGETS_S = 555.0, {"best": 700.0}  # of a stage, where a command may take 600, and of the longest one
 STARTED = time.perf_counter()
+deadline = STARTED + BUDGET_S  # of the part that runs
+PROJECT, _, _ = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")
+DEPENDENCIES = [Requirement(line) for line in re.findall(r'(?m)^    "(.+>=.+?)"', PROJECT)]
 TRAIN = """
 import gc
 import sys
@@ -58,23 +64,26 @@ for settings in runs:
     torch.cuda.empty_cache()
 sys.exit("\\n".join(failed) or 0)
 """
+EAGER, COMPILED = "compile.scope=none", "compile.scope=regional"
+SMALL = (
+    "precision=bf16", "model={depth: 4, width: 256, num_heads: 4}", "log={every: 1, tensorboard: false}", EAGER
+)  # fmt: skip
 LEFT_OUT = "left out: no time"
 TIMED_OUT = 124  # exit code of a command that outlasts its limit, as of timeout(1)
 Result = dict[str, Any]
 Options = argparse.Namespace
 TRACED = (24, 25)  # first and last step of a trace
-MIN_RUN_S = 60.0  # a run is left out if less is left of the stage
+MIN_RUN_S, MIN_PART_S = 60.0, 8.0  # a run or a part is left out if less is left of the stage
 MAX_TRACE_BYTES = 15 * 2**20
 LADDER_VARIANTS = ("reference", "reference-1-flash", "trainer", "trainer-compiled")
 ENGINES = (DDP, "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
 SIZES = {"24x1024": (24, 1024), "12x768": (12, 768), "24x2048": (24, 2048)}  # blocks, width
 BUDGET_TOKENS = 32_768  # of a micro-batch of documents or sentences
-MODES: dict[str, tuple[str, ...]] = {"eager": ("compile.scope=none",), "compiled": ("compile.scope=regional",)}
 
 
 def left() -> float:
-    """Return the seconds left of the stage."""
-    return BUDGET_S - (time.perf_counter() - STARTED)
+    """Return the seconds left of the part that runs."""
+    return deadline - time.perf_counter()
 
 
 def run(command: Sequence[str], limit: float) -> tuple[int, str]:
@@ -95,84 +104,6 @@ def synchronize() -> None:
 
 
 # --- smoke ----------------------------------------------------------------------------------------
-
-
-def environment(_: Options) -> Result:
-    """Tools and packages of the machine."""
-    tools: Result = {tool: bool(shutil.which(tool)) for tool in ("nvcc", "g++", "cc", "ninja", "nvidia-smi", "ncu")}
-    for package in ("deepspeed", "accelerate", "triton", "mmdit", "pydantic", "tokenizers"):
-        code, text = run([sys.executable, "-c", f"import {package}; print(getattr({package}, '__version__', '?'))"], 60)
-        tools[package] = text.strip().splitlines()[-1][:120] if text.strip() else f"exit {code}"
-    if torch.cuda.is_available():
-        tools["nccl"], tools["capability"] = torch.cuda.nccl.version(), torch.cuda.get_device_capability()
-    return tools
-
-
-def milliseconds(work: Callable[[], object], repeats: int = 20) -> float:
-    """Return the median time of a call, after three others."""
-    for _ in range(3):
-        work()
-    times = []
-    for _ in range(repeats):
-        synchronize()
-        start = time.perf_counter()
-        work()
-        synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return median(times)
-
-
-def ceilings(options: Options) -> Result:
-    """Rates of copies, of products of the network's shapes and of attention, and the cost of a launch."""
-    scale, kind = 64 if options.tiny else 1, device().type
-    # A CPU, which shows only that it works, may have no instructions for bfloat16: minutes for one product.
-    make = partial(torch.randn, device=kind, dtype=torch.bfloat16 if kind == "cuda" else torch.float32)
-    source = torch.zeros(2**30 // scale, device=kind)
-    target = torch.empty_like(source)
-    rates: Result = {"copy_tb_per_s": 8 * len(source) / milliseconds(partial(target.copy_, source)) / 1e9}
-    del source, target
-    rows = 16384 // scale
-    products = {
-        "qkv": (rows, 1024, 3072),
-        "out": (rows, 1024, 1024),
-        "up": (rows, 1024, 5456),
-        "down": (rows, 2728, 1024),
-        "qkv weight": (3072, rows, 1024),
-        "up weight": (5456, rows, 1024),
-        "head, 256 rows": (256, 1024, 30522),
-        "head, 4,096 rows": (4096 // scale, 1024, 30522),
-        "square": (8192 // scale,) * 3,
-    }
-    rates["products_tflop_per_s"] = {
-        name: 2 * m * k * n / milliseconds(partial(torch.mm, make(m, k), make(k, n))) / 1e9
-        for name, (m, k, n) in products.items()
-    }
-    small = torch.zeros(1, device=kind)
-    synchronize()
-    start = time.perf_counter()
-    for _ in range(10_000):
-        small.add_(1)
-    rates["launch_us_host"] = (time.perf_counter() - start) * 100
-    synchronize()
-    rates["launch_us"] = (time.perf_counter() - start) * 100
-    if kind == "cuda":
-        rates["attention"] = {str(length): _attention(rows, length) for length in (128, 512, 2048)}
-    return rates
-
-
-def _attention(rows: int, length: int) -> Result:
-    from torch.nn.attention.varlen import varlen_attn
-
-    q = torch.randn(rows, 16, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    offsets = torch.arange(0, rows + 1, length, device="cuda", dtype=torch.int32)
-
-    def forward() -> Any:
-        return varlen_attn(q, q, q, offsets, offsets, length, length)
-
-    flops = 4 * rows * length * 1024
-    alone, both = milliseconds(forward), milliseconds(lambda: forward().sum().backward())
-    # Backward computes the scores again: five products for two.
-    return {"forward_tflop_per_s": flops / alone / 1e9, "backward_tflop_per_s": 2.5 * flops / (both - alone) / 1e9}
 
 
 def gpu_tests(_: Options) -> Result:
@@ -219,11 +150,11 @@ def train(options: Options, *settings: str, engine: str = "", limit: float = 200
 def train_in_turns(options: Options, runs: dict[str, tuple[str, ...]]) -> Result:
     """Run trainings one after the other in one process, as long as there is time, and return the result of each."""
     with tempfile.TemporaryDirectory() as temporary:
-        command = [sys.executable, "-c", TRAIN]
+        command, folders = [sys.executable, "-c", TRAIN], dict[str, Path]()
         for name, settings in runs.items():
-            command += ["--"] * (len(command) > 3) + [f"run.dir={temporary}/{name}", *settings]
+            folders[name] = Path(temporary) / name.split()[0]  # "NAME later" goes on in the folder of NAME
+            command += ["--"] * (len(command) > 3) + [f"run.dir={folders[name]}", *settings]
         code, text = run(command, left() - 5)
-        folders = {name: Path(temporary) / name for name in runs}
         ended = {name for name, folder in folders.items() if (folder / "exit.json").exists()}
         good = {name for name in ended if not json.loads((folders[name] / "exit.json").read_text())["code"]}
         cut = [name for name in runs if code == TIMED_OUT and name not in ended]  # the others failed before they began
@@ -283,32 +214,63 @@ def steps_of(options: Options, steps: int, samples: int) -> str:
 QUIET = ("precision=bf16", "validation.every=0", "checkpoint.every_steps=0", "log={every: 10, tensorboard: false}")
 
 
-def engines(options: Options) -> Result:
+def engines(options: Options, names: Sequence[str] = ENGINES, with_graphs: Sequence[str] = ()) -> Result:
     """One process without a launcher and under each engine, with validation and a checkpoint: equal curves."""
     settings = (
-        "precision=bf16",
-        "model={depth: 4, width: 256, num_heads: 4}",
+        *SMALL,
         "train={steps: 8, global_batch_size: 16, micro_batch_size: 8}",
-        "log={every: 1, tensorboard: false}",
         "validation={every: 4, samples: 32}",
         "checkpoint.every_steps=8",
-        *MODES["eager"],
         data(options, "documents"),
     )
     with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as threads:  # nothing is timed here
         started = {"single": threads.submit(train, options, *settings)}
-        for engine in ENGINES:
-            started[engine] = threads.submit(train, options, *settings, engine=engine)
+        for engine in names:
+            given = settings + tuple(with_graphs if engine == DDP else ())
+            started[engine] = threads.submit(train, options, *given, engine=engine)
         started["auto_micro_batch"] = threads.submit(train, options, *settings, "train.auto_micro_batch=true")
-    runs = {name: run.result() for name, run in started.items()}
-    differences = [
-        abs(ours - one) / abs(one)
-        for result in runs.values()
-        for (_, ours), (_, one) in zip(result.get("curve", ()), runs["single"].get("curve", ()), strict=False)
-    ]
-    failed = sum(result["exit"] != 0 for result in runs.values())
-    largest = {"largest_difference": max(differences)} if differences else {}
-    return {"runs": runs, "failed": failed, **largest}
+    return compared({name: run.result() for name, run in started.items()}, dict.fromkeys(started, "single"))
+
+
+def compared(runs: dict[str, Result], bases: dict[str, str]) -> Result:
+    """Return runs, how many failed, and how far each curve is from that of its base, at most and relatively."""
+    differences = {}
+    for name, base in bases.items():
+        losses, others = (dict(runs.get(each, {}).get("curve", ())) for each in (name, base))
+        if both := losses.keys() & others.keys():
+            differences[name] = max(abs(losses[step] / others[step] - 1) for step in both)
+    failed = sum(runs[name]["exit"] != 0 for name in runs.keys() & bases.keys())
+    largest = {"largest_difference": max(differences.values())} if differences else {}
+    return {"runs": runs, "failed": failed, "differences": differences, **largest}
+
+
+# --- graphs, beside `gpu_replays.py` --------------------------------------------------------------
+
+
+def graphs(value: str) -> tuple[str, ...]:
+    """Return the setting of CUDA graphs, which a CPU has not."""
+    return (f"compile.graphs={value}",) if device().type == "cuda" else ()
+
+
+def curves(options: Options) -> Result:
+    """Replayed steps against others: curves, with recomputation, validations, checkpoints and a resume between."""
+    tokens, steps = (300, 6) if options.tiny else (2048, 20)
+    shared = (*SMALL, "schedule.lr=constant", "optim.warmup_steps=3", "validation={every: 4, samples: 32}")
+    shared += (f"checkpoint.every_steps={steps // 2}", data(options, "documents"))
+
+    def settings(graphs_are: str, steps: int = steps, kept: str = "none") -> tuple[str, ...]:
+        size = f"train={{steps: {steps}, global_batch_size: 24, micro_batch_tokens: {tokens}}}"
+        return (*shared, size, f"memory.activation_checkpointing={kept}", *graphs(graphs_are))
+
+    wanted = {f"{kept}-{on}": settings(on, kept=kept) for kept in ("none", "selective", "full") for on in ("off", "on")}
+    wanted |= {"resumed": settings("on", steps // 2), "resumed later": settings("on")}
+    bases = {name: name.replace("-on", "-off") for name in wanted}
+    return compared(train_in_turns(options, wanted), bases | {"resumed": "none-on", "resumed later": "none-on"})
+
+
+def launched(options: Options) -> Result:
+    """DDP with graphs and FSDP2 over NCCL in one process."""
+    return engines(options, (DDP, "fsdp2"), graphs("on"))
 
 
 # --- speed ----------------------------------------------------------------------------------------
@@ -343,42 +305,31 @@ class Plain(torch.nn.Module):
 
 
 def plain(options: Options) -> Result:
-    """Speed of `Plain`, with half of its tokens in the loss as ours; eager and compiled."""
+    """Speed of `Plain`, compiled, with as many rows as ours and half of its tokens in the loss."""
     shape = SHAPES["tiny" if options.tiny else "gpu"]
-    batch, steps = (2, 3) if options.tiny else (32, 30)
-    speeds = {}
-    for mode in MODES:
-        torch.manual_seed(0)
-        network = Plain(shape.depth, shape.width, shape.heads, shape.vocab_size).to(device())
-        forward = torch.compile(network) if mode == "compiled" else network
-        optimizer = torch.optim.AdamW(network.parameters(), fused=True)
-        tokens = torch.randint(0, shape.vocab_size, (batch, shape.positions), device=device())
-
-        def step(forward: Any = forward, optimizer: Any = optimizer, tokens: torch.Tensor = tokens) -> None:
-            with torch.autocast(tokens.device.type, torch.bfloat16):
-                logits = forward(tokens)
-            F.cross_entropy(logits.float().flatten(0, 1), tokens[:, ::2].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        for _ in range(5):
-            step()
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(steps):
-            step()
-        synchronize()
-        seconds = (time.perf_counter() - start) / steps
-        matrices = sum(parameter.numel() for parameter in network.layers.parameters())
-        # Products with all matrices, logits of half of the tokens, attention.
-        per_token = 2 * matrices + shape.width * (shape.vocab_size + 4 * shape.positions * shape.depth)
-        peak = peak_flops(torch.cuda.get_device_name() if torch.cuda.is_available() else "", "bf16")
-        speeds[mode] = {
-            "step_s": seconds,
-            "tokens_per_s": tokens.numel() / seconds,
-            "mfu": 3 * per_token * tokens.numel() / seconds / peak if peak else None,
-        }
-    return speeds
+    rows, batch, steps = shape.positions + 1, *((2, 3) if options.tiny else (32, 30))  # ours has a latent as well
+    torch.manual_seed(0)
+    network = Plain(shape.depth, shape.width, shape.heads, shape.vocab_size).to(device())
+    forward = torch.compile(network)
+    optimizer = torch.optim.AdamW(network.parameters(), fused=True)
+    tokens = torch.randint(0, shape.vocab_size, (batch, rows), device=device())
+    for step in range(-5, steps):
+        if step == 0:
+            synchronize()
+            start = time.perf_counter()
+        with torch.autocast(tokens.device.type, torch.bfloat16):
+            logits = forward(tokens)
+        F.cross_entropy(logits.float().flatten(0, 1), tokens[:, ::2].flatten()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    synchronize()
+    seconds = (time.perf_counter() - start) / steps
+    matrices = sum(parameter.numel() for parameter in network.layers.parameters())
+    # Products with all matrices, logits of half of the tokens, attention.
+    flops = 6 * matrices + 3 * shape.width * (shape.vocab_size + 4 * rows * shape.depth)
+    speed = tokens.numel() / seconds
+    peak = peak_flops(torch.cuda.get_device_name() if torch.cuda.is_available() else "", "bf16")
+    return {"compiled": {"step_s": seconds, "tokens_per_s": speed, "mfu": flops * speed / peak if peak else None}}
 
 
 def runs(options: Options) -> Result:
@@ -387,17 +338,16 @@ def runs(options: Options) -> Result:
     Documents and sentences come in micro-batches of up to `BUDGET_TOKENS`, full samples in one micro-batch.
     """
     wanted: list[tuple[str, Kind, int, str]] = [(size, "full", 32, "compiled") for size in ("24x1024", "12x768")]
-    wanted += [("24x1024", "documents", 256, "compiled"), ("24x1024", "sentences", 2048, "compiled")]
-    wanted += [("24x2048", "full", 32, "compiled")]
-    wanted += [(size, "full", 32, "eager") for size in SIZES]
-    wanted += [("12x768", "documents", 256, mode) for mode in ("compiled", "eager")]
-    wanted += [("24x1024", "full", 8, mode) for mode in ("compiled", "eager")]
+    wanted += [("24x1024", "documents", 256, "compiled"), ("24x1024", "full", 32, "without-graphs")]
+    wanted += [("24x1024", "sentences", 2048, "compiled"), ("24x2048", "full", 32, "compiled")]
+    wanted += [("12x768", "documents", 256, "compiled"), ("24x1024", "full", 8, "compiled")]
     settings: dict[str, tuple[str, ...]] = {}
     for size, kind, samples, mode in wanted:
-        budget = () if kind == "full" else (f"train.micro_batch_tokens={BUDGET_TOKENS}",)
+        special = () if kind == "full" else (f"train.micro_batch_tokens={BUDGET_TOKENS}",)
+        special += graphs("off") if mode == "without-graphs" else ()
         steps = steps_of(options, 40, samples)
         settings[f"{size}-{kind}-{samples}-{mode}"] = (
-            model(options, size), steps, *QUIET, *MODES[mode], *budget, data(options, kind)
+            model(options, size), steps, *QUIET, COMPILED, *special, data(options, kind)
         )  # fmt: skip
     results = train_in_turns(options, settings)
     for name, result in results.items():
@@ -409,14 +359,11 @@ def runs(options: Options) -> Result:
 # --- profile --------------------------------------------------------------------------------------
 
 
-def profiled(mode: str, options: Options) -> Result:
-    """Kernels of a step, and the share of an untraced step in which any runs."""
-    steps = steps_of(options, TRACED[1], 32)
-    traced = f"profile.steps=[{TRACED[0]}, {TRACED[1]}]"
-    result = train(
-        options, model(options, "24x1024"), steps, traced, *QUIET, *MODES[mode], data(options, "full"), traces=mode
-    )
-    trace = options.out / f"{mode}-trace.json.gz"
+def compiled(options: Options) -> Result:
+    """Trace of the compiled network: kernels of a step, and the share of an untraced step in which any runs."""
+    settings = model(options, "24x1024"), steps_of(options, TRACED[1], 32), *QUIET, COMPILED, data(options, "full")
+    result = train(options, f"profile.steps=[{TRACED[0]}, {TRACED[1]}]", *settings, traces="compiled")
+    trace = options.out / "compiled-trace.json.gz"
     if trace.exists():
         # Tracing makes steps longer, but not kernels: the step's time is from the record before.
         if table := kernel_table(trace):
@@ -427,39 +374,37 @@ def profiled(mode: str, options: Options) -> Result:
 
 
 def kernel_table(trace: Path) -> Result:
-    """Return the kernels of a trace, and the seconds in which any runs, for each step; empty without a GPU."""
+    """Return kernels, the seconds in which any runs, launches of graphs and the largest gaps of a trace's step."""
     steps = TRACED[1] - TRACED[0] + 1
     with gzip.open(trace, "rt") as file:
-        kernels = [event for event in json.load(file)["traceEvents"] if event.get("cat") == "kernel"]
+        events = json.load(file)["traceEvents"]
+    kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
     if not kernels:
         return {}
     total: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    gaps, end = [], kernels[0]["ts"]
     for event in kernels:
-        entry = total[re.sub(r"<.*", "", event["name"])[:80]]
-        entry[0] += 1 / steps
-        entry[1] += event["dur"] / steps / 1e3
+        name = re.sub(r"<.*", "", event["name"])[:80]
+        total[name][0] += 1 / steps
+        total[name][1] += event["dur"] / steps / 1e3
+        gaps.append({"us": round(event["ts"] - end, 1), "before": name})
+        end = max(end, event["ts"] + event["dur"])
     busy = covered((event["ts"], event["ts"] + event["dur"]) for event in kernels)
     top = sorted(total.items(), key=lambda item: -item[1][1])[:40]
     return {
         "kernels": len(kernels) / steps,
         "busy_s": busy / steps / 1e6,
+        "graph_launch_ms": sum(event["dur"] for event in events if event.get("name") == "cudaGraphLaunch")
+        / steps
+        / 1e3,
+        "gaps": sorted(gaps, key=lambda gap: -gap["us"])[:10],
         "top": [{"name": name, "count": round(count, 1), "ms": round(ms, 3)} for name, (count, ms) in top],
     }
 
 
-def eager(options: Options) -> Result:
-    """Trace of the eager network."""
-    return profiled("eager", options)
-
-
-def compiled(options: Options) -> Result:
-    """Trace of the compiled network."""
-    return profiled("compiled", options)
-
-
 def saving(options: Options) -> Result:
     """Stalls of checkpoints while a network of 386M parameters trains, each after the one before was written."""
-    checkpoints = (*QUIET, *MODES["eager"], f"checkpoint.every_steps={8 if options.tiny else 40}")
+    checkpoints = (*QUIET, EAGER, f"checkpoint.every_steps={8 if options.tiny else 40}")
     size, steps = model(options, "24x1024"), steps_of(options, 120, 16)
     return train(options, size, steps, *checkpoints, data(options, "documents"))
 
@@ -501,16 +446,28 @@ def memory(options: Options) -> Result:
 
 # --- stages ---------------------------------------------------------------------------------------
 
-STAGES: dict[str, tuple[Callable[[Options], Result], ...]] = {
-    "smoke": (environment, ceilings, gpu_tests, engines),
+Part = Callable[[Options], Result]
+PARTS: dict[str, tuple[Part, ...]] = {
+    "smoke": (gpu_tests, engines),
     "speed": (plain, runs),
-    "profile": (eager, compiled, saving),
+    "profile": (compiled, saving),
     "reference": (ladder,),
     "state": (memory,),
+    "graphs": (attention, replay, curves, blocks, launched),
 }
+# `best` is for a machine that is there once: the most valuable parts of all stages.
+STAGES: dict[str, tuple[Part, ...]] = PARTS | {
+    "graphs": (attention, replay, curves, plain, runs, compiled, blocks, launched),
+    "best": (attention, replay, curves, plain, runs, compiled, gpu_tests, memory, blocks, launched),
+}
+LIMITS_S = {  # of the parts of these two
+    "attention": 20, "replay": 10, "curves": 90, "plain": 50, "runs": 150, "compiled": 70, "gpu_tests": 120,
+    "memory": 90, "blocks": 60, "launched": 40,
+}  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    global deadline
     parser = plain_parser("gpu_check", __doc__ or "")
     parser.add_argument("stage", choices=STAGES)
     parser.add_argument("--out", type=Path, required=True, help="folder of the result")
@@ -520,24 +477,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tiny", action="store_true", help="small and short, to see on any machine that it works")
     options = parser.parse_args(argv)
-    result: Result = {"stage": options.stage, "tiny": options.tiny, **circumstances(device())}
-    before = options.out / f"{options.stage}.json"
-    if options.only and before.exists():
-        result = json.loads(before.read_text(encoding="utf-8")) | result
-    failed = False
+    seconds = float(os.environ.get("GPU_CHECK_SECONDS") or BUDGETS_S.get(options.stage, BUDGET_S))
+    now, results, failed = circumstances(device()), dict[str, Result](), False
+    for problem in outdated(DEPENDENCIES):  # a checkout that is not installed does not look
+        print_status(f"too old, which what follows may show: {problem}")
+        now.setdefault("outdated", []).append(problem)
     for part in STAGES[options.stage]:
-        if options.only and part.__name__ not in options.only:
+        name, start = part.__name__, time.perf_counter()
+        home = next((stage for stage, parts in PARTS.items() if part in parts), options.stage)
+        if options.only and name not in options.only:
             continue
-        start = time.perf_counter()
+        end = STARTED + seconds
+        is_limited = options.stage in ("graphs", "best") and not options.tiny
+        deadline = min(end, start + LIMITS_S[name]) if is_limited else end
+        if left() < MIN_PART_S:
+            print_status(f"{name}: {LEFT_OUT}")
+            continue
+        if home not in results:
+            before = options.out / f"{home}.json"
+            keeps = before.exists() and (options.only or home != options.stage)
+            results[home] = json.loads(before.read_text(encoding="utf-8")) if keeps else {}
+            results[home] |= {"stage": home, "tiny": options.tiny, **now}
         try:
-            result[part.__name__] = part(options)
+            results[home][name] = part(options)
         except Exception as error:  # the other parts are worth having
-            result[part.__name__], failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
+            results[home][name], failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
         gc.collect()
         torch.cuda.empty_cache()  # what the part held would be missing to the processes of the next one
-        print_status(f"{part.__name__}: {time.perf_counter() - start:.0f} s")
-        write_json(result, options.out, options.stage)
-    print(json.dumps(result)[:9000])
+        print_status(f"{name}: {time.perf_counter() - start:.0f} s")
+        write_json(results[home], options.out, home)
+    print(json.dumps(results)[:9000])
     return int(failed)
 
 

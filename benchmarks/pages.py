@@ -33,7 +33,9 @@ def all_blocks() -> dict[str, str]:
         path = RESULTS / f"{name}.json"
         if path.is_file():
             made |= make(json.loads(path.read_text(encoding="utf-8")))
-    made["gpu-bars"] = markdown(gpu_bars.rows(gpu_bars.committed()))
+    gpu = gpu_bars.committed()
+    made |= {"gpu-bars": markdown(gpu_bars.rows(gpu)), "gpu-steps": markdown(gpu_bars.steps(gpu))}
+    made["gpu-speed"] = gpu_bars.headline(gpu)
     return made
 
 

@@ -1,15 +1,16 @@
 #!/usr/bin/env bash
-# What only a GPU can show, in stages of at most nine minutes, for a machine without a network.
+# What only a GPU can show, in stages of at most nine minutes (best: twelve), for a machine without a network.
 #
 #   bash scripts/gpu_check.sh prepare              with a network, no GPU needed: fills .gpu/ with the wheels that the
 #                                                  GPU machine lacks (Python 3.12, PyTorch there) and with data stores
-#   bash scripts/gpu_check.sh STAGE [OUT [--tiny]] smoke, speed, profile, reference or state; OUT/STAGE.json is written
-#                                                  after each part (default benchmarks/results/gpu, whose files are
-#                                                  held against benchmarks/gpu_bars.py). --tiny shows on any machine
-#                                                  that the stage works; GPU_CHECK_SECONDS is its limit (555)
+#   bash scripts/gpu_check.sh STAGE [OUT [--tiny]] smoke, speed, profile, reference, state, graphs, or best: the most
+#                                                  valuable parts of all. OUT/STAGE.json is written after each part
+#                                                  (default benchmarks/results/gpu, whose files are held against
+#                                                  benchmarks/gpu_bars.py). --tiny shows on any machine that the stage
+#                                                  works; GPU_CHECK_SECONDS is its limit (555, best 700)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-stage="${1:?expected a stage: prepare, smoke, speed, profile, reference or state}" out="${2:-benchmarks/results/gpu}"
+stage="${1:?expected a stage: prepare, smoke, speed, profile, reference, state, graphs or best}" out="${2:-benchmarks/results/gpu}"
 
 if [ "$stage" = prepare ]; then
   rm -rf .gpu/site # what a run has installed from older wheels

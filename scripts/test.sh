@@ -24,7 +24,8 @@ if [ "${1:-}" = --lowest ]; then
   [ -x "$bin/python" ] || "${PYTHON:-python3}" -m venv .venv-lowest
   torch="$(sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)"
   printf '==> .venv-lowest with torch %s and the lowest versions of the others\n' "$torch"
-  # torch by pip, whose configuration may have a build of it for this machine, which uv does not read.
+  # torch by pip, whose configuration may have a build of it for this machine, which uv does not read. Where it has none,
+  # pip takes the build for CUDA: some GB, which need no GPU.
   "$bin/python" -m pip --disable-pip-version-check install --quiet uv "torch==$torch"
   uv=("$bin/uv" pip install --quiet --python "$bin/python")
   "${uv[@]}" --resolution lowest-direct --editable ".[figures,report,tables]"

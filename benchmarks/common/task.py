@@ -69,7 +69,8 @@ SHAPES = {
     # The shares of head and backbone are those of the large model, with its head width.
     "proportional": Shape(256, 8, 4, 2560, 8, 256),
     "brief": Shape(256, 4, 4, 30_522, 8, 256),
-    "gpu": Shape(1024, 24, 16, 30_522, 16, 512),
+    # With its latent a sample has 512 rows: attention's tiles have 128, and one row more takes 25 tiles in place of 16.
+    "gpu": Shape(1024, 24, 16, 30_522, 16, 511),
     "tiny": Shape(64, 2, 1, 300, 4, 32),
 }
 

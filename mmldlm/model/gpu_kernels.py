@@ -261,7 +261,9 @@ class JointHeads(Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
-        latent_grad, text_grad, sums = _joint_heads_backward(*(grad.contiguous() for grad in grads), *saved, ctx.epsilon)
+        latent_grad, text_grad, sums = _joint_heads_backward(
+            *(grad.contiguous() for grad in grads), *saved, ctx.epsilon
+        )
         weight_grads = (sum_K.to(weight.dtype) for sum_K, weight in zip(sums, saved[2:6], strict=True))
         return latent_grad, text_grad, *weight_grads, None, None, None, None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, requires, version
 from typing import TYPE_CHECKING
 
@@ -13,16 +14,20 @@ if TYPE_CHECKING:
 
 def check_versions() -> None:
     """Raise `ConfigError` if a package is too old, which would otherwise end in a traceback, or in other numbers."""
-    for requirement in _requirements(""):
+    for problem in outdated(_requirements("")):
+        raise ConfigError(problem)
+
+
+def outdated(requirements: Iterable[Requirement]) -> Iterator[str]:
+    """Yield a line for each package that is installed in a version out of its range."""
+    for requirement in requirements:
         try:
             found = version(requirement.name)
         except PackageNotFoundError:  # bundles need fewer packages than training
             continue
         if not requirement.specifier.contains(found, prereleases=True):
             needed = f"{requirement.name}{requirement.specifier}"
-            raise ConfigError(
-                f"{requirement.name}: found version {found}, expected {requirement.specifier}; pip install '{needed}'"
-            )
+            yield f"{requirement.name}: found version {found}, expected {requirement.specifier}; pip install '{needed}'"
 
 
 def install_command(extra: str) -> str:
