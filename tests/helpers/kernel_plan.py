@@ -64,7 +64,7 @@ def pretend() -> None:
     TensorVariable.method_attr_is_cuda = lambda *_: ConstantVariable.create(True)
     torch._dynamo.maybe_mark_dynamic = lambda *_: None  # a plan is of one size
     reinplace.canonicalize_view_scatter_ops = lambda *_: None  # it copies on the device
-    ops._gpu_kernels = import_module("mmldlm.model.gpu_kernels")
+    ops._gpu_kernels["cpu"] = import_module("mmldlm.model.gpu_kernels")  # on which the graphs are traced
 
 
 def trace() -> list[list[Graph]]:
