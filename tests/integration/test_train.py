@@ -273,5 +273,17 @@ def test_a_global_batch_larger_than_the_data_is_told(
 def test_a_latent_stream_narrower_than_the_latents_is_told(settings: str, told: list[int], tiny_store: Path) -> None:
     store = Store.open(tiny_store)
     wide = store.with_manifest(replace(store.manifest, latent=replace(store.manifest.latent, channels=40)))
-    notices = data_notices(load_config(None, settings.split()), wide, 1)
+    notices = data_notices(load_config(None, settings.split()), wide, 1, "cpu")
     assert [notice.partition(" cannot")[0] for notice in notices] == [f"model.latent_width {width}" for width in told]
+
+
+@pytest.mark.parametrize(("latents", "length", "named"), [(1, 512, 511), (4, 128, 124), (1, 511, None), (1, 200, None)])
+def test_rows_above_a_tile_of_the_attention_are_told_on_a_gpu(
+    latents: int, length: int, named: int | None, tiny_store: Path
+) -> None:
+    manifest = Store.open(tiny_store).manifest
+    manifest = replace(manifest, max_length=length, latent=replace(manifest.latent, tokens=latents))
+    store, config = Store.open(tiny_store).with_manifest(manifest), load_config(None, [])
+    notices = data_notices(config, store, 1, "cuda")
+    assert [f"--max-length {named}`" in notice for notice in notices] == [True] * (named is not None)
+    assert data_notices(config, store, 1, "cpu") == []
