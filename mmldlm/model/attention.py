@@ -50,11 +50,6 @@ class AttentionConfig:
     )
 
 
-def device_capability(device_type: str) -> tuple[int, int] | None:
-    """Return the compute capability of the current CUDA device; None if there is none."""
-    return torch.cuda.get_device_capability() if device_type == "cuda" and torch.cuda.is_available() else None
-
-
 def resolve_backend(
     requested: Backend | Literal["auto"],
     device_type: str,

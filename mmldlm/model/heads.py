@@ -50,9 +50,8 @@ class _Chunks(Function):
     def forward(
         ctx: Any, formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor
     ) -> Tensor:
-        dtype = matmul_dtype(weight_VD)
-        hidden, (weight, bias) = hidden_PD.to(dtype), _product_weight(weight_VD, bias_V, dtype)
-        ctx.formula, ctx.dtype, ctx.hidden_dtype = formula, dtype, hidden_PD.dtype
+        hidden, ctx.formula, ctx.hidden_dtype = hidden_PD.to(matmul_dtype(weight_VD)), formula, hidden_PD.dtype
+        weight, bias = _product_weight(weight_VD, bias_V, hidden.dtype)
         keeps = not runs_on_cpu(hidden) and len(hidden) * len(weight) <= MAX_WHOLE_LOGITS
         kept, values = list[Tensor](), list[Tensor]()
         for rows, targets in _row_chunks(hidden, targets_P):
@@ -66,7 +65,7 @@ class _Chunks(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_PD, weight_VD, bias_V, targets_P, *kept = ctx.saved_tensors
-        weight, bias = _product_weight(weight_VD, bias_V, ctx.dtype)
+        weight, bias = _product_weight(weight_VD, bias_V, hidden_PD.dtype)
         hidden_grad = torch.empty_like(hidden_PD, dtype=ctx.hidden_dtype)
         weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for index, (rows, targets, rows_grad, out) in enumerate(_row_chunks(hidden_PD, targets_P, grad, hidden_grad)):

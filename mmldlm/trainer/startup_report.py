@@ -179,11 +179,10 @@ def data_notices(config: RunConfig, store: Store, world_size: int, device_type: 
     ]
     channels, longest = store.manifest.latent.channels, store.manifest.max_length
     rows, above = divmod(longest + store.manifest.latent.tokens, TILE_ROWS)
-    if device_type == "cuda" and rows and 0 < above <= TILE_ROWS // 8:
-        notices.append(
-            f"rows of the longest sample {rows * TILE_ROWS + above}: {above} above a multiple of {TILE_ROWS}, the tile "
-            f"of attention; `mmldlm prepare --max-length {longest - above}` makes it faster"
-        )
+    notices += [
+        f"rows of the longest sample {rows * TILE_ROWS + above}: {above} above a multiple of {TILE_ROWS}, the tile of "
+        f"attention; `mmldlm prepare --max-length {longest - above}` makes it faster"
+    ] * (device_type == "cuda" and rows > 0 and 0 < above <= TILE_ROWS // 8)
     if (width := config.model.resolve_latent_width(channels)) < channels:
         notices.append(f"model.latent_width {width} cannot pass {channels} channels; it and model.width need as many")
     return notices
