@@ -44,14 +44,10 @@ class AttentionConfig:
     backend: Literal["auto", "sdpa", "varlen", "efficient", "math"] = setting(
         "auto",
         "kernel of the joint attention; auto: on CUDA varlen in bf16 or fp16 on Ampere or newer, otherwise efficient, "
-        "each where it takes the head width (model.width / model.num_heads); elsewhere sdpa by groups of equal length. "
+        "each where it takes the head width (model.width / model.num_heads); elsewhere sdpa by groups of equal length; "
+        "varlen is FlashAttention 4 where flash-attn-4 is installed, on compute capability 9 and 10. "
         "`mmldlm doctor` and the dry run say which",
     )
-
-
-def device_capability(device_type: str) -> tuple[int, int] | None:
-    """Return the compute capability of the current CUDA device; None if there is none."""
-    return torch.cuda.get_device_capability() if device_type == "cuda" and torch.cuda.is_available() else None
 
 
 def resolve_backend(

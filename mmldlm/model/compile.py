@@ -34,8 +34,8 @@ class CompileConfig:
 
     scope: Literal["auto", "none", "regional"] = setting(
         "auto",
-        "torch.compile; regional: each block, on a CPU without its attention, which takes a minute or two at the first "
-        "step; auto: regional on GPUs, but none under ZeRO-3",
+        "torch.compile; regional: each block, on a CPU without its attention, on a GPU the text head as well, which "
+        "takes a minute or two at the first step; auto: regional on GPUs, but none under ZeRO-3",
         advice="none to debug. regional also on CPUs with a C++ compiler, for long runs: 1.15 x the speed in fp32, "
         "1.3 x in bf16",
     )

@@ -36,7 +36,8 @@ def in_chunks(formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Te
         return F.linear_cross_entropy(
             hidden_PD, weight_VD, targets_P, linear_bias=bias_V, reduction="none", options=options
         )
-    return _Chunks.apply(formula, hidden_PD, weight_VD, bias_V, targets_P)
+    keeps = not on_cpu and torch.is_grad_enabled() and len(hidden_PD) * len(weight_VD) <= MAX_WHOLE_LOGITS
+    return _Chunks.apply(formula, keeps, hidden_PD, weight_VD, bias_V, targets_P)
 
 
 class _Chunks(Function):
@@ -48,12 +49,10 @@ class _Chunks(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor
+        ctx: Any, formula: Formula, keeps: bool, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor
     ) -> Tensor:
-        dtype = matmul_dtype(weight_VD)
-        hidden, (weight, bias) = hidden_PD.to(dtype), _product_weight(weight_VD, bias_V, dtype)
-        ctx.formula, ctx.dtype, ctx.hidden_dtype = formula, dtype, hidden_PD.dtype
-        keeps = not runs_on_cpu(hidden) and len(hidden) * len(weight) <= MAX_WHOLE_LOGITS
+        hidden, ctx.formula, ctx.hidden_dtype = hidden_PD.to(matmul_dtype(weight_VD)), formula, hidden_PD.dtype
+        weight, bias = _product_weight(weight_VD, bias_V, hidden.dtype)
         kept, values = list[Tensor](), list[Tensor]()
         for rows, targets in _row_chunks(hidden, targets_P):
             logits = F.linear(rows, weight)
@@ -66,9 +65,9 @@ class _Chunks(Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden_PD, weight_VD, bias_V, targets_P, *kept = ctx.saved_tensors
-        weight, bias = _product_weight(weight_VD, bias_V, ctx.dtype)
+        weight, bias = _product_weight(weight_VD, bias_V, hidden_PD.dtype)
         hidden_grad = torch.empty_like(hidden_PD, dtype=ctx.hidden_dtype)
-        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        weight_grad = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[3] else None
         for index, (rows, targets, rows_grad, out) in enumerate(_row_chunks(hidden_PD, targets_P, grad, hidden_grad)):
             logits = (kept[index] if kept else F.linear(rows, weight)).detach().requires_grad_()
             with torch.enable_grad():
@@ -79,7 +78,7 @@ class _Chunks(Function):
                 weight_grad.add_(logits_grad.t() @ rows)
         if weight_grad is not None:
             weight_grad = weight_grad[: len(weight_VD)].to(weight_VD.dtype)
-        return None, hidden_grad, weight_grad, None, None
+        return None, None, hidden_grad, weight_grad, None, None
 
 
 def _row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -20,7 +20,7 @@ from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import ON_HOST, NoisedBatch, Objective
-from mmldlm.model.attention import AMPERE, AttentionConfig, Backend, device_capability, resolve_backend
+from mmldlm.model.attention import AMPERE, AttentionConfig, Backend, resolve_backend
 from mmldlm.model.mmdit import DTYPES, MMDiT, Precision
 from mmldlm.model.parts import freeze_parts
 from mmldlm.run.compatibility import data_shape
@@ -59,7 +59,9 @@ def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) ->
 
 def attention_backend(config: RunConfig, device_type: str) -> Backend:
     """Return the kernel of the joint attention on this type of device; one that does not run is a `ConfigError`."""
-    head_width, capability, precision = config.model.head_width, device_capability(device_type), _precision(config)
+    head_width, precision = config.model.head_width, _precision(config)
+    has_gpu = device_type == "cuda" and torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if has_gpu else None
     backend = resolve_backend(config.attention.backend, device_type, precision, head_width, capability)
     if (config.attention.backend, backend) == ("auto", "varlen") and (capability or AMPERE)[0] in (9, 10):
         take_flash_attention_4(head_width, DTYPES[precision], device_type)

@@ -46,13 +46,13 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> Non
             )
         )
     print(f"  a micro-batch      {costs.largest_micro_batch:,} text and latent tokens at most")
-    for notice in data_notices(config, store, world_size):
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    for notice in data_notices(config, store, world_size, device_type):
         print(f"  notice             {notice}")
     print(f"tokens per step      {costs.tokens_per_step:,.0f} on average, no padding")
     print(
         f"FLOPs per step       {costs.flops_per_step / 1e9:,.1f} G (matrix products: forward, recomputation, backward)"
     )
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
     attention = describe_attention(attention_backend(config, device_type))
     print(f"attention            {attention} on {device_type} in {config.precision}")
     print(f"optimizer            {costs.optimizer}")

@@ -38,6 +38,8 @@ from mmldlm.trainer.setup import Components
 from mmldlm.utils.cpu import choose_threads, processor_name, slowdown
 from mmldlm.utils.files import write_atomically
 
+TILE_ROWS = 128  # of FlashAttention, forward and backward, at the usual width of a head
+
 
 def open_records(
     config: RunConfig,
@@ -111,7 +113,7 @@ def startup_report(
         "notices": [
             *engine.launch.notices,
             *kept_variables(distributed),
-            *data_notices(config, components.store, engine.world_size),
+            *data_notices(config, components.store, engine.world_size, engine.device.type),
             *precision_notices(config.precision, engine.device.type),
             *["profile.memory_history: remembers allocations on a GPU; a CPU has none"]
             * (config.profile.memory_history > 0 and not on_cuda),
@@ -166,8 +168,8 @@ def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
     return sources if len(sources) > 1 else []
 
 
-def data_notices(config: RunConfig, store: Store, world_size: int) -> list[str]:
-    """Return a line for each size that does not suit the data: the largest global batch, and the latent stream."""
+def data_notices(config: RunConfig, store: Store, world_size: int, device_type: str) -> list[str]:
+    """Return a line for each size that does not suit the data: the largest global batch, the latent stream, rows."""
     size = max(size.global_batch_size for size in config.train.batch_stages(world_size).values())
     notices = [
         f"a global batch of {size} reads the {stop - first} training samples of {source.name} "
@@ -175,7 +177,12 @@ def data_notices(config: RunConfig, store: Store, world_size: int) -> list[str]:
         for source, first, stop in store.split("train").source_ranges()
         if size * source.share > stop - first
     ]
-    channels = store.manifest.latent.channels
+    channels, longest = store.manifest.latent.channels, store.manifest.max_length
+    rows, above = divmod(longest + store.manifest.latent.tokens, TILE_ROWS)
+    notices += [
+        f"rows of the longest sample {rows * TILE_ROWS + above}: {above} above a multiple of {TILE_ROWS}, the tile of "
+        f"attention; `mmldlm prepare --max-length {longest - above}` makes it faster"
+    ] * (device_type == "cuda" and rows > 0 and 0 < above <= TILE_ROWS // 8)
     if (width := config.model.resolve_latent_width(channels)) < channels:
         notices.append(f"model.latent_width {width} cannot pass {channels} channels; it and model.width need as many")
     return notices

@@ -273,5 +273,15 @@ def test_a_global_batch_larger_than_the_data_is_told(
 def test_a_latent_stream_narrower_than_the_latents_is_told(settings: str, told: list[int], tiny_store: Path) -> None:
     store = Store.open(tiny_store)
     wide = store.with_manifest(replace(store.manifest, latent=replace(store.manifest.latent, channels=40)))
-    notices = data_notices(load_config(None, settings.split()), wide, 1)
+    notices = data_notices(load_config(None, settings.split()), wide, 1, "cpu")
     assert [notice.partition(" cannot")[0] for notice in notices] == [f"model.latent_width {width}" for width in told]
+
+
+@pytest.mark.parametrize(("latents", "length", "named"), [(1, 512, [511]), (4, 128, [124]), (1, 511, []), (1, 200, [])])
+def test_rows_above_a_tile_of_attention_are_told(latents: int, length: int, named: list[int], tiny_store: Path) -> None:
+    store = Store.open(tiny_store)
+    latent = replace(store.manifest.latent, tokens=latents)
+    store = store.with_manifest(replace(store.manifest, max_length=length, latent=latent))
+    on_gpu, on_cpu = (data_notices(load_config(None, []), store, 1, device) for device in ("cuda", "cpu"))
+    assert [notice.partition("--max-length ")[2][:4] for notice in on_gpu] == [f"{most}`" for most in named]
+    assert on_cpu == []

@@ -18,6 +18,7 @@ from mmldlm.model.heads import (
     GPU_CHUNK_ROWS,
     GPU_VOCAB_MULTIPLE,
     MASKED_LOGIT,
+    Formula,
     LengthHead,
     TextHead,
     in_chunks,
@@ -114,10 +115,11 @@ class LogitRows(TorchDispatchMode):
         return result
 
 
-def test_at_most_one_chunk_of_logits_exists() -> None:
+@pytest.mark.parametrize("formula", [token_nll, token_terms])
+def test_at_most_one_chunk_of_logits_exists(formula: Formula) -> None:
     inputs = leaves(4 * CHUNK_ROWS)
     with LogitRows() as logits, torch.autocast("cpu", torch.bfloat16):  # in fp32, logits are PyTorch's own affair
-        chunked_token_nll(*inputs).sum().backward()
+        in_chunks(formula, *inputs).sum().backward()
     assert max(logits.rows) == CHUNK_ROWS
 
 
@@ -160,13 +162,6 @@ def test_chunked_terms_equal_those_of_full_logits(rows: int) -> None:
         assert chunked.dtype == torch.float32 and chunked.shape == whole.shape
         torch.testing.assert_close(chunked, whole, rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(results[0][0][:, 0], chunked_token_nll(hidden, weight, bias, targets))
-
-
-def test_terms_make_at_most_one_chunk_of_logits() -> None:
-    inputs = leaves(4 * CHUNK_ROWS)
-    with LogitRows() as logits:
-        chunked_token_terms(*inputs).sum().backward()
-    assert max(logits.rows) == CHUNK_ROWS
 
 
 def test_terms_are_float32_under_autocast() -> None:

@@ -89,7 +89,7 @@ class PrepareConfig:
         None, "of --latents-of: all stores with both have latents of one encoder", metavar="V"
     )
     min_length: int = option(1, "minimum tokens of a sample (%(default)s)")
-    max_length: int = option(128, "maximum tokens of a sample (%(default)s)")
+    max_length: int = option(124, "maximum tokens of a sample (%(default)s: 128 with four latents, for GPUs)")
     over_length: str = option("split", "longer documents (%(default)s)", choices=("split", "cut"))
     validation_fraction: float = option(0.04, "of documents (%(default)s)")
     test_fraction: float = option(0.04, "of documents (%(default)s)")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.quick
     [
         ({"inputs": ()}, "expected either input files or --corpus"),
         ({"corpus": "python-docs"}, "expected either input files or --corpus"),
-        ({"min_length": 200}, "--min-length 200: expected 1 to --max-length 128"),
+        ({"min_length": 200}, "--min-length 200: expected 1 to --max-length 124"),
         ({"test_fraction": 0.0}, "--validation-fraction and --test-fraction are"),
         ({"part_bytes": 0}, "--part-bytes 0: expected at least 1"),
         ({"over_length": "drop"}, "--over-length drop: expected one of split, cut"),
