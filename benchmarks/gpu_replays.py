@@ -131,7 +131,8 @@ def blocks(options: Any) -> Result:
     def step_ms(depth: int, compiled: bool) -> float:
         sizes = DataShape(shape.vocab_size, 1, 0, length, 1, 64)
         config = ModelConfig(depth, shape.width, num_heads=heads_of(shape.width))
-        model = MMDiT(config, sizes, "varlen" if is_gpu else "math", precision="bf16" if is_gpu else "fp32").to(on)
+        with on:
+            model = MMDiT(config, sizes, "varlen" if is_gpu else "math", precision="bf16" if is_gpu else "fp32")
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         compile_regions(model, CompileConfig("regional" if compiled else "none"), on)
