@@ -13,6 +13,7 @@ import argparse
 import gc
 import gzip
 import json
+import math
 import os
 import re
 import shutil
@@ -21,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -232,15 +233,20 @@ def engines(options: Options, names: Sequence[str] = ENGINES, with_graphs: Seque
     return compared({name: run.result() for name, run in started.items()}, dict.fromkeys(started, "single"))
 
 
+def worst(differences: Iterable[float]) -> float:
+    """Return the largest difference; NaN if one is."""
+    return max(differences, key=lambda difference: math.inf if math.isnan(difference) else difference)
+
+
 def compared(runs: dict[str, Result], bases: dict[str, str]) -> Result:
     """Return runs, how many failed, and how far each curve is from that of its base, at most and relatively."""
     differences = {}
     for name, base in bases.items():
         losses, others = (dict(runs.get(each, {}).get("curve", ())) for each in (name, base))
         if both := losses.keys() & others.keys():
-            differences[name] = max(abs(losses[step] / others[step] - 1) for step in both)
+            differences[name] = worst(abs(losses[step] / others[step] - 1) for step in both)
     failed = sum(runs[name]["exit"] != 0 for name in runs.keys() & bases.keys())
-    largest = {"largest_difference": max(differences.values())} if differences else {}
+    largest = {"largest_difference": worst(differences.values())} if differences else {}
     return {"runs": runs, "failed": failed, "differences": differences, **largest}
 
 
@@ -500,7 +506,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             results[home] = json.loads(before.read_text(encoding="utf-8")) if keeps else {}
             results[home] |= {"stage": home, "tiny": options.tiny, **now}
         try:
-            results[home][name] = part(options)
+            # A number that is not finite becomes its name, which is JSON and passes no bar.
+            results[home][name] = json.loads(json.dumps(part(options)), parse_constant=str)
         except Exception as error:  # the other parts are worth having
             results[home][name], failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
         gc.collect()
