@@ -178,24 +178,21 @@ PREDICTED = {
 
 def steps(results: Results) -> list[dict[str, str]]:
     """Return the table of a step of 24 x 1024 as it was measured, and as it is predicted change by change."""
-    speed, plain = results["speed"], results["speed"]["plain"]["compiled"]["tokens_per_s"]
-    run = speed["runs"]["24x1024-full-32-compiled"]
-    took = [(name, 16_384 / ms * 1e3, f"{ms}", "predicted") for name, ms in PREDICTED.items()]
+    keys = "with each change above it", "GPU, ms", "tokens/s", "of plain", "MFU", "measured on"
+    speed = results["speed"]
+    run, plain = speed["runs"]["24x1024-full-32-compiled"], speed["plain"]["compiled"]["tokens_per_s"]
+    took = [(name, f"{ms}", 16_384 / ms * 1e3, "predicted") for name, ms in PREDICTED.items()]
     for stage, part in (("speed", run), ("profile", results["profile"]["compiled"])):
         where = f"{results[stage]['machine']['device']}, PyTorch {results[stage]['versions']['torch']}"
-        busy = f"{1e3 * part['busy_s']:.0f}, step {1e3 * part['step_s']:.0f}" if "busy_s" in part else ""
-        took.insert(0, ("as measured", part["tokens_per_s"], busy or f"step {1e3 * part['step_s']:.0f}", where))
-    return [
-        {
-            "with each change above it": name,
-            "GPU, ms": ms,
-            "tokens/s": f"{round(speed, -3):,.0f}",
-            "of plain": f"{speed / plain:.2f}",
-            "MFU": f"{run['mfu'] / run['tokens_per_s'] * speed:.0%}",
-            "measured on": where,
-        }
-        for name, speed, ms, where in took
-    ]
+        busy = f"{1e3 * part['busy_s']:.0f}, " if "busy_s" in part else ""
+        took.insert(0, ("as measured", f"{busy}step {1e3 * part['step_s']:.0f}", part["tokens_per_s"], where))
+    shown = []
+    for name, ms, rate, where in took:
+        mfu = f"{run['mfu'] / run['tokens_per_s'] * rate:.0%}"
+        shown.append(
+            dict(zip(keys, (name, ms, f"{round(rate, -3):,.0f}", f"{rate / plain:.2f}", mfu, where), strict=True))
+        )
+    return shown
 
 
 def committed(folder: Path = FOLDER) -> dict[str, Any]:

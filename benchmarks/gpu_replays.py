@@ -123,15 +123,16 @@ def replay(_: Any) -> Result:
 def blocks(options: Any) -> Result:
     """A block, and what is outside of the blocks, forward and backward, from networks of two depths; by switch."""
     shape, on = SHAPES["tiny" if options.tiny else "gpu"], device()
-    samples, is_gpu, table = 2 if options.tiny else 32, on.type == "cuda", Result()
-    tokens, latents = torch.zeros(samples * shape.positions).long().to(on), torch.randn(samples, 1, 64).to(on)
-    times, layout = torch.rand(samples).to(on), PackedLayout((shape.positions,) * samples, 1, on)
+    samples, length, is_gpu, table = 2 if options.tiny else 32, shape.positions - 1, on.type == "cuda", Result()
+    tokens, latents = torch.zeros(samples * length).long().to(on), torch.randn(samples, 1, 64).to(on)
+    times, layout = torch.rand(samples).to(on), PackedLayout((length,) * samples, 1, on)
     positions = torch.arange(0, len(tokens), 2).to(on)  # as targets, they are as good as other tokens
 
     def step_ms(depth: int, compiled: bool) -> float:
-        sizes = DataShape(shape.vocab_size, 1, 0, shape.positions, 1, 64)
+        sizes = DataShape(shape.vocab_size, 1, 0, length, 1, 64)
         config = ModelConfig(depth, shape.width, num_heads=heads_of(shape.width))
-        model = MMDiT(config, sizes, "varlen" if is_gpu else "math", precision="bf16" if is_gpu else "fp32").to(on)
+        with on:
+            model = MMDiT(config, sizes, "varlen" if is_gpu else "math", precision="bf16" if is_gpu else "fp32")
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.02)
         compile_regions(model, CompileConfig("regional" if compiled else "none"), on)
@@ -145,10 +146,10 @@ def blocks(options: Any) -> Result:
 
     if is_gpu:
         ops.load_gpu_kernels(latents.device)
-    own = ops._gpu_kernels
+    own: Any = ops._gpu_kernels
     for name, compiled, kernels in (
         ("compiled", True, own),
-        ("without own kernels", True, None),
+        ("without own kernels", True, {} if isinstance(own, dict) else None),
         ("eager", False, own),
     ):
         ops._gpu_kernels = kernels

@@ -60,17 +60,19 @@ class Shape:
     vocab_size: int
     batch: int  # samples
     positions: int  # the maximum tokens of a sample, to which the reference pads
+    latents: int = 0  # of these positions; on a GPU, attention computes tiles of 128 rows, latents included
 
     def store(self, folder: Path, kind: Kind) -> Path:
-        return make_store(folder, kind, min(TOKENIZER_VOCAB, self.vocab_size), self.positions, self.vocab_size)
+        return make_store(
+            folder, kind, min(TOKENIZER_VOCAB, self.vocab_size), self.positions - self.latents, self.vocab_size
+        )
 
 
 SHAPES = {
     # The shares of head and backbone are those of the large model, with its head width.
     "proportional": Shape(256, 8, 4, 2560, 8, 256),
     "brief": Shape(256, 4, 4, 30_522, 8, 256),
-    # With its latent a sample has 512 rows: attention's tiles have 128, and one row more takes 25 tiles in place of 16.
-    "gpu": Shape(1024, 24, 16, 30_522, 16, 511),
+    "gpu": Shape(1024, 24, 16, 30_522, 16, 512, latents=1),
     "tiny": Shape(64, 2, 1, 300, 4, 32),
 }
 

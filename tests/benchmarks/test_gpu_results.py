@@ -130,9 +130,17 @@ def test_a_stage_writes_after_each_part_and_reports_failures(tmp_path: Path, mon
         assert json.loads((tmp_path / "smoke.json").read_text())["good"] == {"answer": 1}
         raise RuntimeError("no kernel image")
 
-    monkeypatch.setitem(gpu_check.STAGES, "smoke", (good, bad, good))
+    def diverged(_: object) -> dict[str, Any]:
+        curves = {
+            "base": {"exit": 0, "curve": [(1, 2.0), (2, 2.0)]},
+            "other": {"exit": 0, "curve": [(1, math.nan), (2, 1.5)]},
+        }
+        return gpu_check.compared(curves, {"other": "base"})
+
+    monkeypatch.setitem(gpu_check.STAGES, "smoke", (good, bad, diverged, good))
     assert gpu_check.main(["smoke", "--out", str(tmp_path), "--stores", str(tmp_path), "--tiny"]) == 1
     result = json.loads((tmp_path / "smoke.json").read_text())
+    assert result["diverged"]["largest_difference"] == "NaN"
     assert (
         result["tiny"] and result["good"] == {"answer": 1} and result["bad"]["error"] == "RuntimeError: no kernel image"
     )

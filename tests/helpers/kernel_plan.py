@@ -1,11 +1,11 @@
 """The kernels of compiled regions on an H200, planned by Inductor on a machine without a GPU.
 
-    python -m tests.helpers.kernel_plan NUMBER ...
+    python -m tests.helpers.kernel_plan FUNCTION
 
-Runs forward and backward of two blocks of 1024 on fake tensors, in bf16 with 32 samples of 512 tokens, operators of a
+Runs forward and backward of three blocks of 1024 on fake tensors, in bf16 with 32 samples of 512 tokens, operators of a
 GPU and the package's Triton kernels. The graphs of each region are moved to a fake GPU, and Inductor fuses them, but
-compiles nothing. Prints, as JSON, the kernels of the regions with these numbers, in the order in which they are
-entered. It replaces functions of PyTorch, so it is a process of its own.
+compiles nothing. Prints, as JSON, the kernels of each region that is compiled for FUNCTION, in the order in which they
+are entered. It replaces functions of PyTorch, so it is a process of its own.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from mmldlm.model import ops
 from mmldlm.model.compile import CompileConfig, compile_regions
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 
-SAMPLES, LENGTH, WIDTH, CHANNELS, VOCAB = 32, 512, 1024, 64, 1024
+SAMPLES, LENGTH, WIDTH, CHANNELS, VOCAB = 32, 512, 1024, 64, 30_522
 GPU = torch.device("cuda", 0)
 H200 = SimpleNamespace(
     name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 * 10**9, warp_size=32,
@@ -67,8 +67,8 @@ def pretend() -> None:
     ops._gpu_kernels["cpu"] = import_module("mmldlm.model.gpu_kernels")  # on which the graphs are traced
 
 
-def trace() -> list[list[Graph]]:
-    """Return the graphs of each region."""
+def trace(function_name: str) -> list[list[Graph]]:
+    """Return the graphs of each region of a function."""
     regions: list[list[Graph]] = []
 
     def backend(gm: GraphModule, inputs: Any) -> Any:
@@ -84,12 +84,15 @@ def trace() -> list[list[Graph]]:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    torch.compile = lambda function, compile=torch.compile, **_: compile(function, dynamic=False, backend=backend)
+    def compile_whole(function: Any, compile: Any = torch.compile, **_: Any) -> Any:
+        is_asked = function.__qualname__ == function_name
+        return compile(function, fullgraph=True, dynamic=False, backend=backend if is_asked else "eager")
+
+    torch.compile = compile_whole
     with FakeTensorMode(), ops.assume_device("cuda"):
-        config, shape = ModelConfig(2, WIDTH, num_heads=WIDTH // 64), DataShape(VOCAB, 1, 0, LENGTH, 1, CHANNELS)
+        config, shape = ModelConfig(3, WIDTH, num_heads=WIDTH // 64), DataShape(VOCAB, 1, 0, LENGTH, 1, CHANNELS)
         model = MMDiT(config, shape, "varlen", precision="bf16")
         assert compile_regions(model, CompileConfig("regional"), torch.device("cpu")).startswith("regional")
-        regions.clear()  # of the trial
         tokens, positions = torch.zeros(SAMPLES * LENGTH).long(), torch.arange(0, SAMPLES * LENGTH, 2)
         layout, times = PackedLayout((LENGTH,) * SAMPLES, 1), torch.rand(SAMPLES)
         out = model(tokens, torch.randn(SAMPLES, 1, CHANNELS), times, times, layout, positions, positions)
@@ -138,6 +141,5 @@ def _kernel(scheduled: Any) -> tuple[str, int] | None:
 
 if __name__ == "__main__":
     pretend()
-    traced = trace()
-    plans = [[kernel for graph in traced[int(number)] for kernel in kernels(*graph)] for number in sys.argv[1:]]
-    print(json.dumps(plans))
+    regions = trace(sys.argv[1])
+    print(json.dumps([[kernel for graph in graphs for kernel in kernels(*graph)] for graphs in regions]))
