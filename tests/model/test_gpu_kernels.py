@@ -53,7 +53,7 @@ def errors_of_heads(device: str, dtype: torch.dtype, compiled: bool = False) -> 
             rotary_angles(torch.arange(rows, device=device), width, 1e4),
             [x.requires_grad_() for x in leaves],
         )
-        ours = function(*leaves, *rotary, order.argsort(), ops.EPSILON)
+        ours = function(*leaves, *rotary, order.argsort())
         exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
         formula = ops.normalize_heads.__wrapped__  # type: ignore[attr-defined]
         angles = (rotary[0].double(), rotary[1].double())
@@ -74,15 +74,14 @@ def errors_of_norms(device: str, dtype: torch.dtype, compiled: bool = False) -> 
         ids = (
             torch.arange(samples) if lengths is None else torch.arange(samples).repeat_interleave(Tensor(lengths).int())
         )
-        with ops.assume_device("cuda"):
-            rows = None if lengths is None else ops.SampleRows.of(ids.to(device), samples)
         x, branch, y_grad, out_grad = (torch.randn(len(ids), width, device=device) for _ in range(4))
         modulation = torch.randn(samples, 4 * width, device=device)[:, width:]
         inputs = [x, modulation[:, width:].to(dtype), branch.to(dtype), modulation[:, :width].to(dtype)]
         leaves = [tensor.requires_grad_() for tensor in inputs[: 4 if has_branch else 2]]
         with ops.assume_device("cuda"):
+            rows = None if lengths is None else ops.SampleRows.of(ids.to(device), samples)
             y, out = function(ops.Stream(leaves[0], *leaves[2:]), leaves[1], rows, dtype)
-        results = [y, out, *torch.autograd.grad([y, out], leaves, [y_grad, out_grad.to(dtype)])]
+            results = [y, out, *torch.autograd.grad([y, out], leaves, [y_grad, out_grad.to(dtype)])]
         exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
         shift, scale = exact[1][ids].chunk(2, 1)
         y = exact[0] + (exact[3][ids] * exact[2] if has_branch else 0)
