@@ -45,8 +45,8 @@ def _store_streams(latent, text, at, text_at, values, mask, is_latent):
 def _head_places(
     part, num_rows, num_latents, heads: tl.constexpr, width: tl.constexpr, block: tl.constexpr, pairs: tl.constexpr
 ):
-    # Rows are those of cat(latents, text), pairs a row and a head. Channels k and k + K/2, which turn together, are in two
-    # tensors: these are the places of the former.
+    # Rows are those of cat(latents, text), pairs a row and a head. Channels k and k + K/2, which turn together, are
+    # elements of two tensors: these are the places of the former.
     pair = (tl.program_id(0) * pairs + tl.arange(0, pairs)).to(tl.int64)[:, None]
     row, channels = pair // heads, tl.arange(0, block)[None]
     at = ((3 * row + part) * heads + pair % heads) * width + channels
