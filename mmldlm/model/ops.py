@@ -345,7 +345,7 @@ def modulated(
         return x_TD, modulate(x_TD, shift_scale_B2D, rows).to(dtype)
     x, branch, gate = stream
     if branch is None:  # once in a step: not worth kernels of its own
-        branch, gate = x, torch.zeros_like(shift_scale_B2D[:, : x.shape[1]])
+        branch, gate = x.detach(), torch.zeros_like(shift_scale_B2D[:, : x.shape[1]])
     y_TD, out_TD = _AddNorm.apply(x, branch, gate, shift_scale_B2D, *(rows or ()), dtype)
     return y_TD, out_TD
 

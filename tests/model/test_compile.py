@@ -18,6 +18,7 @@ from torch._dynamo.utils import counters
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.errors import ConfigError
+from mmldlm.model.activation_checkpoint import MemoryConfig
 from mmldlm.model.attention import Backend
 from mmldlm.model.compile import CompileConfig, Region, compile_regions, remove_torn_kernels
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
@@ -151,6 +152,17 @@ def test_compiled_curve_is_equal_without_recompilation(
     assert len(shapes) > 6
     assert graphs[1] == graphs[-1] > 0, graphs
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "plain"), rel=1e-4)
+
+
+def test_a_block_is_traced_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the operators of a GPU: blocks that leave their last addition to the next one, and one that does not."""
+    compile_function = torch.compile
+    eager = {"backend": "eager", "fullgraph": True}
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_function(function, **eager))
+    model = small_model(latent_tokens=2, backend="math", memory=MemoryConfig("every_k", every_k=3), depth=3).train()
+    compile_regions(model, CompileConfig("regional"), torch.device("cpu"))
+    with assume_device("cuda"):
+        random_inputs((3, 5), latent_tokens=2).run(model).text.sum().backward()
 
 
 @needs_compiler

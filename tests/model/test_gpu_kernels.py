@@ -121,7 +121,7 @@ def errors_of_network(memory: MemoryConfig, latent_tokens: int, precision: Preci
     for device in ("cpu", "cuda"):
         if device == "cuda":
             loaded("cpu")
-        model = small_model(latent_tokens, "math", memory=memory, precision=precision, depth=3).train()
+        model = small_model(latent_tokens, "math", memory=memory, precision=precision).train()
         objective, noised = noised_batch("joint", latent_tokens, (1, 16, 3))
         with ops.assume_device(device):
             loss, _ = objective(model, noised, noised.counts.tolist())
@@ -131,20 +131,21 @@ def errors_of_network(memory: MemoryConfig, latent_tokens: int, precision: Preci
 
 
 def compiled_bytes() -> list[int]:
-    """Return the sizes of the norms' kernels, compiled for an H100 without one."""
+    """Return the sizes of all kernels, compiled for an H100 without one; those of norms with and without tiles."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     kernels, sizes = import_module("mmldlm.model.gpu_kernels"), []
-    inputs = {"branch": "*bf16", "gate": "*fp32", "shift_scale": "*fp32", "epsilon": "fp32"}
-    inputs |= {"x": "*fp32", "y": "*fp32", "out": "*bf16", "gate_stride": "i32", "mod_stride": "i32"}
-    inputs |= {"y_grad": "*fp32", "out_grad": "*bf16", "x_grad": "*fp32", "branch_grad": "*bf16", "sums": "*fp32"}
-    for kernel, width in itertools.product((kernels._add_norm_kernel, kernels._add_norm_backward_kernel), (1024, 1152)):
-        for places in ("*i64", "constexpr"):
-            types = inputs | {"offsets": places, "tiles": places}
-            shape = {"width": width, "block": 1 << (width - 1).bit_length(), "rows_block": 2, "tile_rows": 16}
-            constants = shape | ({} if places == "*i64" else {"offsets": None, "tiles": None})
-            signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    float32 = ("gate", "shift_scale", "x", "y", "y_grad", "x_grad", "sums", "cos", "sin", "weight_grads")
+    float32 += ("latent_q", "latent_k", "text_q", "text_k")
+    types = dict.fromkeys(float32, "*fp32") | dict.fromkeys(("inverse", "offsets", "tiles"), "*i64")
+    types |= dict.fromkeys(("gate_stride", "mod_stride", "num_rows", "num_latents"), "i32") | {"epsilon": "fp32"}
+    norm = {"width": 1152, "block": 2048, "rows_block": 2, "tile_rows": 16}
+    heads = {"heads": 4, "width": 64, "block": 32, "pairs": 64}
+    no_tiles = norm | {"offsets": None, "tiles": None}
+    for name, constants in (("_add_norm{}", norm), ("_add_norm{}", no_tiles), ("_heads{}", heads)):
+        for kernel in (getattr(kernels, name.format(way)) for way in ("_kernel", "_backward_kernel")):
+            signature = {arg: "constexpr" if arg in constants else types.get(arg, "*bf16") for arg in kernel.arg_names}
             done = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
             sizes.append(len(done.asm["cubin"]))
     return sizes
@@ -170,12 +171,11 @@ def test_on_the_host(errors: str) -> None:
 
 def test_a_network_on_the_host() -> None:
     """Blocks that leave their last addition to the next one, and blocks that are recomputed and do not."""
-    cases = [("none", 1), ("none", 3), ("full", 3), ("selective", 1)]
-    cases = [(*case, "fp32") for case in cases] + [("none", 3, "bf16")]
+    cases = [("none", 3, "fp32"), ("full", 1, "fp32"), ("selective", 3, "bf16")]
     expression = f"[max(errors_of_network(MemoryConfig(kind), *case)) for kind, *case in {cases}]"
     *exact, rounded = in_new_process(expression, TRITON_INTERPRET="1")
     assert max(exact) < 1e-5 and rounded < 0.1
 
 
-def test_norms_compile_for_a_gpu() -> None:
+def test_kernels_compile_for_a_gpu() -> None:
     assert min(in_new_process("compiled_bytes()")) > 1000
