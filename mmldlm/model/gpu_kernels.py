@@ -208,8 +208,8 @@ def _add_norm_backward_kernel(
 
 def _heads_launch(inputs: list[Tensor]) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return the programs and the sizes of both kernels of heads."""
-    num_latents, num_rows, (heads, width) = len(inputs[0]), len(inputs[0]) + len(inputs[1]), inputs[1].shape[2:]
-    block = triton.next_power_of_2(width // 2)
+    num_latents, (num_texts, _, heads, width) = inputs[0].shape[0], inputs[1].shape
+    num_rows, block = num_latents + num_texts, triton.next_power_of_2(width // 2)
     shape = {"heads": heads, "width": width, "block": block, "pairs": max(1, 32 * PAIRS // block)}
     sizes = {"num_rows": num_rows, "num_latents": num_latents, "epsilon": EPSILON, **shape}
     return (triton.cdiv(num_rows * heads, shape["pairs"]), 3), sizes
@@ -260,7 +260,7 @@ def _norm_launch(inputs: list[Tensor]) -> tuple[tuple[int], dict[str, Any]]:
     strides = {"gate_stride": gate_BD.stride(0), "mod_stride": shift_scale_B2D.stride(0), "epsilon": EPSILON}
     shape = {"width": width, "block": block, "rows_block": min(TILE_ROWS, max(1, NORM_NUMEL // block))}
     warps = {"tile_rows": TILE_ROWS, "num_warps": 4 if block <= 1024 else 8}
-    return (len(places[1] if places else x_TD),), {**strides, **shape, **warps}
+    return ((places[1] if places else x_TD).shape[0],), {**strides, **shape, **warps}
 
 
 @triton_op("mmldlm::add_norm", mutates_args=())

@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,12 @@ from torch import Tensor
 
 from mmldlm.model import ops
 from mmldlm.model.activation_checkpoint import MemoryConfig
+from mmldlm.model.compile import Region
 from mmldlm.model.layers import rotary_angles
 from mmldlm.model.mmdit import Precision
 from tests.helpers.noised_batch import noised_batch
 from tests.helpers.paths import ROOT
-from tests.helpers.small_model import small_model
+from tests.helpers.small_model import random_inputs, small_model
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPES = [(37, 70, 3, 16), (5, 0, 2, 64), (1, 70, 2, 24), (6, 9, 1, 256)]  # latents, tokens, heads, channels of a head
@@ -151,6 +154,27 @@ def compiled_bytes() -> list[int]:
     return sizes
 
 
+def graphs_of_a_block() -> int:
+    """Return how many graphs the first block becomes for micro-batches of three sizes. Its kernels cannot run here."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return lambda *_: 1 / 0
+
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+    ops._gpu_kernels["cpu"] = import_module("mmldlm.model.gpu_kernels")
+    graphs: list[Any] = []
+    model = small_model(2, "math").train()
+    model.blocks[0].forward = region = Region(model.blocks[0].forward, "default")
+    region.compiled = torch.compile(region.function, backend=backend, dynamic=False, fullgraph=True)
+    for lengths in ((3, 5), (1, 9, 4, 16), (7, 2, 2)):
+        with ops.assume_device("cuda"), suppress(ZeroDivisionError):
+            random_inputs(lengths, 2).run(model)
+    return len(graphs)
+
+
 def in_new_process(expression: str, **environment: str) -> Any:
     """Return the value of an expression of this module's names in a process with Triton."""
     pytest.importorskip("triton", reason="needs Triton, which PyTorch for CUDA brings")
@@ -179,3 +203,7 @@ def test_a_network_on_the_host() -> None:
 
 def test_kernels_compile_for_a_gpu() -> None:
     assert min(in_new_process("compiled_bytes()")) > 1000
+
+
+def test_micro_batches_of_other_sizes_are_not_compiled_again() -> None:
+    assert in_new_process("graphs_of_a_block()") == 1
