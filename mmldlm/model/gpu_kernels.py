@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.library import triton_op, wrap_triton
 
-from mmldlm.model.ops import TILE_ROWS
+from mmldlm.model.ops import EPSILON, TILE_ROWS
 
 PAIRS = 64  # (row, head) pairs of a program
 NORM_NUMEL = 4096  # elements of a norm's rows, at a time
@@ -31,32 +31,43 @@ def _rotate(first, second, cos, sin):
 
 @triton.jit
 def _load_streams(latent, text, at, text_at, mask, is_latent):
-    return tl.load(latent + at, mask & is_latent, 0.0) + tl.load(text + text_at, mask & ~is_latent, 0.0)
+    values = tl.load(latent + at, mask & is_latent, 0.0) + tl.load(text + text_at, mask & ~is_latent, 0.0)
+    return values.to(tl.float32)
 
 
 @triton.jit
 def _store_streams(latent, text, at, text_at, values, mask, is_latent):
-    tl.store(latent + at, values, mask & is_latent)
-    tl.store(text + text_at, values, mask & ~is_latent)
+    tl.store(latent + at, values.to(latent.dtype.element_ty), mask & is_latent)
+    tl.store(text + text_at, values.to(text.dtype.element_ty), mask & ~is_latent)
 
 
 @triton.jit
-def _head_pairs(num_rows, heads: tl.constexpr, pairs: tl.constexpr):
-    # Rows are those of cat(latents, text), pairs those of a row and a head.
+def _head_places(
+    part, num_rows, num_latents, heads: tl.constexpr, width: tl.constexpr, block: tl.constexpr, pairs: tl.constexpr
+):
+    # Rows are those of cat(latents, text), pairs a row and a head. Channels k and k + K/2, which turn together, are
+    # elements of two tensors: these are the places of the former.
     pair = (tl.program_id(0) * pairs + tl.arange(0, pairs)).to(tl.int64)[:, None]
-    return pair // heads, pair % heads, pair < num_rows * heads
+    row, channels = pair // heads, tl.arange(0, block)[None]
+    at = ((3 * row + part) * heads + pair % heads) * width + channels
+    mask = (row < num_rows) & (channels < width // 2)
+    return (
+        row,
+        row < num_latents,
+        channels,
+        mask,
+        at,
+        at - num_latents * 3 * heads * width,
+        pair % heads * width + channels,
+    )
 
 
 @triton.jit
-def _head_places(row, head, part, num_latents, channels, heads: tl.constexpr, width: tl.constexpr):
-    at = ((3 * row + part) * heads + head) * width + channels
-    return at, at - num_latents * 3 * heads * width, (row - num_latents) * (width // 2) + channels
-
-
-@triton.jit
-def _head_scale(latent, text, channels, is_latent, width: tl.constexpr):
-    latent_scale = tl.load(latent + channels, channels < width, 0.0).to(tl.float32)
-    return tl.where(is_latent, latent_scale, tl.load(text + channels, channels < width, 0.0).to(tl.float32))
+def _head_scale(latent_q, latent_k, text_q, text_k, part, channels, is_latent, width: tl.constexpr):
+    is_q, is_k = (channels < width) & (part == 0), (channels < width) & (part == 1)
+    latent = tl.load(latent_q + channels, is_q, 0.0) + tl.load(latent_k + channels, is_k, 0.0)
+    text = tl.load(text_q + channels, is_q, 0.0) + tl.load(text_k + channels, is_k, 0.0)
+    return tl.where(is_latent, latent, text).to(tl.float32)
 
 
 @triton.jit
@@ -64,29 +75,21 @@ def _heads_kernel(
     latent, text, latent_q, latent_k, text_q, text_k, cos, sin, inverse, out, num_rows, num_latents, epsilon,
     heads: tl.constexpr, width: tl.constexpr, block: tl.constexpr, pairs: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(1)  # 0: queries, 1: keys, 2: values
-    row, head, is_pair = _head_pairs(num_rows, heads, pairs)
-    # Channels k and k + K/2, which turn together, are elements of two tensors.
-    channels, is_latent, half = tl.arange(0, block)[None], row < num_latents, width // 2
-    mask = is_pair & (channels < half)
-    at, text_at, angle_at = _head_places(row, head, part, num_latents, channels, heads, width)
-    joint_at = (tl.load(inverse + row, is_pair, 0) * heads + head) * width + channels
-    first = _load_streams(latent, text, at, text_at, mask, is_latent)
-    second = _load_streams(latent, text, at + half, text_at + half, mask, is_latent)
+    part, half = tl.program_id(1), width // 2  # part 0: queries, 1: keys, 2: values
+    row, is_latent, channels, mask, at, text_at, head_at = _head_places(
+        part, num_rows, num_latents, heads, width, block, pairs
+    )
+    x = _load_streams(latent, text, at, text_at, mask, is_latent)
+    y = _load_streams(latent, text, at + half, text_at + half, mask, is_latent)
     if part < 2:
-        latent_weight, text_weight = latent_q, text_q
-        if part == 1:
-            latent_weight, text_weight = latent_k, text_k
-        x, y = first.to(tl.float32), second.to(tl.float32)
         rstd = tl.rsqrt(tl.sum(x * x + y * y, 1) / width + epsilon)[:, None]
-        x *= rstd * _head_scale(latent_weight, text_weight, channels, is_latent, width)
-        y *= rstd * _head_scale(latent_weight, text_weight, channels + half, is_latent, width)
-        turns = mask & ~is_latent
+        x *= rstd * _head_scale(latent_q, latent_k, text_q, text_k, part, channels, is_latent, width)
+        y *= rstd * _head_scale(latent_q, latent_k, text_q, text_k, part, channels + half, is_latent, width)
+        angle_at, turns = (row - num_latents) * half + channels, mask & ~is_latent
         x, y = _rotate(x, y, tl.load(cos + angle_at, turns, 1.0), tl.load(sin + angle_at, turns, 0.0))
-        first, second = x.to(first.dtype), y.to(first.dtype)
-    out_at = out + part.to(tl.int64) * num_rows * heads * width + joint_at
-    tl.store(out_at, first, mask)
-    tl.store(out_at + half, second, mask)
+    out_at = out + (part * num_rows + tl.load(inverse + row, row < num_rows, 0)) * heads * width + head_at
+    tl.store(out_at, x.to(out.dtype.element_ty), mask)
+    tl.store(out_at + half, y.to(out.dtype.element_ty), mask)
 
 
 @triton.jit
@@ -95,32 +98,26 @@ def _heads_backward_kernel(
     weight_grads, num_rows, num_latents, epsilon, heads: tl.constexpr, width: tl.constexpr, block: tl.constexpr,
     pairs: tl.constexpr,
 ):  # fmt: skip
-    part = tl.program_id(1)
-    row, head, is_pair = _head_pairs(num_rows, heads, pairs)
-    # Channels k and k + K/2, which turn together, are elements of two tensors.
-    channels, is_latent, half = tl.arange(0, block)[None], row < num_latents, width // 2
-    mask = is_pair & (channels < half)
-    at, text_at, angle_at = _head_places(row, head, part, num_latents, channels, heads, width)
-    joint_at = (tl.load(inverse + row, is_pair, 0) * heads + head) * width + channels
+    part, half = tl.program_id(1), width // 2
+    row, is_latent, channels, mask, at, text_at, head_at = _head_places(
+        part, num_rows, num_latents, heads, width, block, pairs
+    )
     grad = q_grad
     if part == 1:
         grad = k_grad
     if part == 2:
         grad = v_grad
-    first, second = tl.load(grad + joint_at, mask, 0.0), tl.load(grad + joint_at + half, mask, 0.0)
+    grad_at = grad + tl.load(inverse + row, row < num_rows, 0) * heads * width + head_at
+    dx, dy = tl.load(grad_at, mask, 0.0).to(tl.float32), tl.load(grad_at + half, mask, 0.0).to(tl.float32)
     if part < 2:
-        latent_weight, text_weight = latent_q, text_q
-        if part == 1:
-            latent_weight, text_weight = latent_k, text_k
-        turns = mask & ~is_latent
+        angle_at, turns = (row - num_latents) * half + channels, mask & ~is_latent
         # The adjoint of a rotation turns back.
-        cosine, sine = tl.load(cos + angle_at, turns, 1.0), -tl.load(sin + angle_at, turns, 0.0)
-        dx, dy = _rotate(first.to(tl.float32), second.to(tl.float32), cosine, sine)
-        x = _load_streams(latent, text, at, text_at, mask, is_latent).to(tl.float32)
-        y = _load_streams(latent, text, at + half, text_at + half, mask, is_latent).to(tl.float32)
+        dx, dy = _rotate(dx, dy, tl.load(cos + angle_at, turns, 1.0), -tl.load(sin + angle_at, turns, 0.0))
+        x = _load_streams(latent, text, at, text_at, mask, is_latent)
+        y = _load_streams(latent, text, at + half, text_at + half, mask, is_latent)
         rstd = tl.rsqrt(tl.sum(x * x + y * y, 1) / width + epsilon)[:, None]
         x, y = x * rstd, y * rstd
-        # Of latents, then text, sums of programs are side by side: the sum over programs is then one kernel.
+        # The sums of programs are side by side, of latents, then of text: what adds them up is one kernel then.
         programs, is_channel = tl.num_programs(0), channels < half
         sums_at = weight_grads + (part * width + channels) * programs + tl.program_id(0)
         tl.store(sums_at, tl.sum(tl.where(is_latent, dx * x, 0.0), 0)[None], is_channel)
@@ -128,13 +125,13 @@ def _heads_backward_kernel(
         sums_at += 2 * width * programs
         tl.store(sums_at, tl.sum(tl.where(is_latent, 0.0, dx * x), 0)[None], is_channel)
         tl.store(sums_at + half * programs, tl.sum(tl.where(is_latent, 0.0, dy * y), 0)[None], is_channel)
-        dx *= _head_scale(latent_weight, text_weight, channels, is_latent, width)
-        dy *= _head_scale(latent_weight, text_weight, channels + half, is_latent, width)
+        dx *= _head_scale(latent_q, latent_k, text_q, text_k, part, channels, is_latent, width)
+        dy *= _head_scale(latent_q, latent_k, text_q, text_k, part, channels + half, is_latent, width)
         # RMS norm's gradient: without the component along the normalized vector, times rstd.
         projection = (tl.sum(dx * x + dy * y, 1) / width)[:, None]
-        first, second = ((dx - x * projection) * rstd).to(first.dtype), ((dy - y * projection) * rstd).to(first.dtype)
-    _store_streams(latent_grad, text_grad, at, text_at, first, mask, is_latent)
-    _store_streams(latent_grad, text_grad, at + half, text_at + half, second, mask, is_latent)
+        dx, dy = (dx - x * projection) * rstd, (dy - y * projection) * rstd
+    _store_streams(latent_grad, text_grad, at, text_at, dx, mask, is_latent)
+    _store_streams(latent_grad, text_grad, at + half, text_at + half, dy, mask, is_latent)
 
 
 @triton.jit
@@ -209,38 +206,29 @@ def _add_norm_backward_kernel(
     tl.store(sums_at + 2 * width, gate_sum, is_column)
 
 
-def _heads_launch(latent: Tensor, text: Tensor, epsilon: float) -> tuple[tuple[int, int], dict[str, float]]:
-    """Return the grid of programs and the sizes that both kernels of heads take."""
-    heads, width = text.shape[2:]
-    block = triton.next_power_of_2(width // 2)
-    pairs, num_rows = max(1, 32 * PAIRS // block), len(latent) + len(text)
-    sizes = {"num_rows": num_rows, "num_latents": len(latent), "epsilon": epsilon}
-    shape = {"heads": heads, "width": width, "block": block, "pairs": pairs}
-    return (triton.cdiv(num_rows * heads, pairs), 3), {**sizes, **shape}
+def _heads_launch(inputs: list[Tensor]) -> tuple[tuple[int, int], dict[str, Any]]:
+    """Return the programs and the sizes of both kernels of heads."""
+    num_latents, (num_texts, _, heads, width) = inputs[0].shape[0], inputs[1].shape
+    num_rows, block = num_latents + num_texts, triton.next_power_of_2(width // 2)
+    shape = {"heads": heads, "width": width, "block": block, "pairs": max(1, 32 * PAIRS // block)}
+    sizes = {"num_rows": num_rows, "num_latents": num_latents, "epsilon": EPSILON, **shape}
+    return (triton.cdiv(num_rows * heads, shape["pairs"]), 3), sizes
 
 
 @triton_op("mmldlm::joint_heads", mutates_args=())
-def _joint_heads(
-    latent: Tensor, text: Tensor, latent_q: Tensor, latent_k: Tensor, text_q: Tensor, text_k: Tensor, cos: Tensor,
-    sin: Tensor, inverse: Tensor, epsilon: float,
-) -> Tensor:  # fmt: skip
-    inputs, (grid, sizes) = (latent, text, latent_q, latent_k, text_q, text_k), _heads_launch(latent, text, epsilon)
-    out = text.new_empty(3, len(latent) + len(text), *text.shape[2:])
-    wrap_triton(_heads_kernel)[grid](*inputs, cos, sin, inverse, out, **sizes)
+def _joint_heads(inputs: list[Tensor]) -> Tensor:
+    programs, sizes = _heads_launch(inputs)
+    out = inputs[1].new_empty(3, sizes["num_rows"], *inputs[1].shape[2:])
+    wrap_triton(_heads_kernel)[programs](*inputs, out, **sizes)
     return out
 
 
 @triton_op("mmldlm::joint_heads_backward", mutates_args=())
-def _joint_heads_backward(
-    q_grad: Tensor, k_grad: Tensor, v_grad: Tensor, latent: Tensor, text: Tensor, latent_q: Tensor, latent_k: Tensor,
-    text_q: Tensor, text_k: Tensor, cos: Tensor, sin: Tensor, inverse: Tensor, epsilon: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    inputs, (grid, sizes) = (latent, text, latent_q, latent_k, text_q, text_k), _heads_launch(latent, text, epsilon)
-    latent_grad, text_grad = torch.empty_like(latent), torch.empty_like(text)
-    weight_grads = text.new_empty(4, text.shape[3], grid[0], dtype=torch.float32)
-    wrap_triton(_heads_backward_kernel)[grid](
-        q_grad, k_grad, v_grad, *inputs, cos, sin, inverse, latent_grad, text_grad, weight_grads, **sizes
-    )
+def _joint_heads_backward(grads: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    programs, sizes = _heads_launch(inputs)
+    latent_grad, text_grad = torch.empty_like(inputs[0]), torch.empty_like(inputs[1])
+    weight_grads = text_grad.new_empty(4, text_grad.shape[3], programs[0], dtype=torch.float32)
+    wrap_triton(_heads_backward_kernel)[programs](*grads, *inputs, latent_grad, text_grad, weight_grads, **sizes)
     return latent_grad, text_grad, weight_grads.sum(-1)
 
 
@@ -252,57 +240,52 @@ class JointHeads(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
-        *tensors, ctx.epsilon = args
-        ctx.save_for_backward(*tensors)
-        return _joint_heads(*args).unbind()
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*inputs)
+        return _joint_heads([*inputs]).unbind()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        latent_grad, text_grad, sums = _joint_heads_backward(
-            *(grad.contiguous() for grad in grads), *saved, ctx.epsilon
-        )
-        weight_grads = (sum_K.to(weight.dtype) for sum_K, weight in zip(sums, saved[2:6], strict=True))
-        return latent_grad, text_grad, *weight_grads, None, None, None, None
+        inputs = ctx.saved_tensors
+        latent_grad, text_grad, sums = _joint_heads_backward([grad.contiguous() for grad in grads], [*inputs])
+        scale_grads = (sum_K.to(scale.dtype) for sum_K, scale in zip(sums, inputs[2:6], strict=True))
+        return latent_grad, text_grad, *scale_grads, None, None, None
 
 
-def _norm_shape(x_TD: Tensor, gate_BD: Tensor, shift_scale_B2D: Tensor, epsilon: float) -> dict[str, float]:
-    width = x_TD.shape[1]
-    block = triton.next_power_of_2(width)
-    strides = {"gate_stride": gate_BD.stride(0), "mod_stride": shift_scale_B2D.stride(0), "epsilon": epsilon}
+def _norm_launch(inputs: list[Tensor]) -> tuple[tuple[int], dict[str, Any]]:
+    """Return the programs and the sizes of both kernels of norms."""
+    x_TD, _, gate_BD, shift_scale_B2D, *places = inputs
+    width, block = x_TD.shape[1], triton.next_power_of_2(x_TD.shape[1])
+    strides = {"gate_stride": gate_BD.stride(0), "mod_stride": shift_scale_B2D.stride(0), "epsilon": EPSILON}
     shape = {"width": width, "block": block, "rows_block": min(TILE_ROWS, max(1, NORM_NUMEL // block))}
-    return {**strides, **shape, "tile_rows": TILE_ROWS, "num_warps": 4 if block <= 1024 else 8}
+    warps = {"tile_rows": TILE_ROWS, "num_warps": 4 if block <= 1024 else 8}
+    return ((places[1] if places else x_TD).shape[0],), {**strides, **shape, **warps}
 
 
 @triton_op("mmldlm::add_norm", mutates_args=())
-def add_norm(
-    x_TD: Tensor, branch_TD: Tensor, gate_BD: Tensor, shift_scale_B2D: Tensor, offsets: Tensor | None = None,
-    tiles: Tensor | None = None, dtype: torch.dtype = torch.float32, epsilon: float = 0.0,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def add_norm(inputs: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return x + gate * branch [T, D], and in `dtype` the layer norm of it, scaled and shifted, [T, D].
 
-    `offsets` and `tiles` are those of `ops.SampleRows`; without them row i belongs to sample i.
+    Inputs are x, branch, gate and (shift, scale); then, unless row i belongs to sample i, `offsets` and `tiles` of
+    `ops.SampleRows`.
     """
-    y, out = torch.empty_like(x_TD), torch.empty_like(x_TD, dtype=dtype)
-    inputs, shape = (x_TD, branch_TD, gate_BD, shift_scale_B2D), _norm_shape(x_TD, gate_BD, shift_scale_B2D, epsilon)
-    programs = x_TD.shape[0] if tiles is None else tiles.shape[0]
-    wrap_triton(_add_norm_kernel)[(programs,)](*inputs, offsets, tiles, y, out, **shape)
+    programs, sizes = _norm_launch(inputs)
+    y, out = torch.empty_like(inputs[0]), torch.empty_like(inputs[0], dtype=dtype)
+    wrap_triton(_add_norm_kernel)[programs](*inputs, *[None] * (6 - len(inputs)), y, out, **sizes)
     return y, out
 
 
 @triton_op("mmldlm::add_norm_backward", mutates_args=())
-def add_norm_backward(
-    y_grad: Tensor, out_grad: Tensor, y_TD: Tensor, branch_TD: Tensor, gate_BD: Tensor, shift_scale_B2D: Tensor,
-    offsets: Tensor | None = None, tiles: Tensor | None = None, epsilon: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of x and branch, and each tile's sums [tiles, 3D] of those of shift, scale and gate."""
-    x_grad, branch_grad = torch.empty_like(y_TD), torch.empty_like(branch_TD)
-    inputs, shape = (y_TD, branch_TD, gate_BD, shift_scale_B2D), _norm_shape(y_TD, gate_BD, shift_scale_B2D, epsilon)
-    programs = y_TD.shape[0] if tiles is None else tiles.shape[0]
-    sums = y_TD.new_empty(programs, 3 * y_TD.shape[1])
-    wrap_triton(_add_norm_backward_kernel)[(programs,)](
-        y_grad, out_grad, *inputs, offsets, tiles, x_grad, branch_grad, sums, **shape
+def add_norm_backward(grads: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of x and branch, and each tile's sums [tiles, 3D] of those of shift, scale and gate.
+
+    Inputs are those of `add_norm` with its first result in the place of x; `grads` are those of its results.
+    """
+    programs, sizes = _norm_launch(inputs)
+    x_grad, branch_grad = torch.empty_like(inputs[0]), torch.empty_like(inputs[1])
+    sums = x_grad.new_empty(programs[0], 3 * x_grad.shape[1])
+    wrap_triton(_add_norm_backward_kernel)[programs](
+        *grads, *inputs, *[None] * (6 - len(inputs)), x_grad, branch_grad, sums, **sizes
     )
     return x_grad, branch_grad, sums

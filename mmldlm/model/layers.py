@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.model.ops import SampleRows, Stream, modulated_linear, normalize_heads, swiglu_linear
+from mmldlm.model.ops import SampleRows, Stream, modulated_linear, normalize_heads, runs_on_cpu, swiglu_linear
 
 TIME_SCALE = 1000.0  # factor of t in [0, 1] before the sinusoids, which gives the range of models with 1000 steps
 
@@ -83,7 +83,9 @@ class Modulation(nn.Module):
         hidden = F.silu(conditioning_BT)
         if self.down is not None:
             hidden = self.down(hidden)
-        return self.split(self.up(hidden))
+        mods = self.split(self.up(hidden))
+        # On a GPU a block's outputs have a gate. Outputs that are views would lose FSDP2's hook, if changed in place.
+        return mods if runs_on_cpu(hidden) else [mod._replace(gate=mod.gate.clone()) for mod in mods]
 
     def split(self, out: Tensor) -> list[ModulationOut]:
         """Return one `ModulationOut` per branch from the output of `up`."""

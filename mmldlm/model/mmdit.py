@@ -33,7 +33,6 @@ from mmldlm.model.layers import (
     rotary_angles,
 )
 from mmldlm.model.ops import (
-    EPSILON,
     SampleRows,
     Stream,
     gather_rows,
@@ -152,18 +151,12 @@ class BlockStream(nn.Module):
         return x_TD, qkv.unflatten(-1, (3, self.heads, -1))
 
     def residual(
-        self,
-        x_TD: Tensor,
-        attn_THK: Tensor,
-        attn_mod: ModulationOut,
-        mlp_mod: ModulationOut,
-        rows: SampleRows | None,
-        adds: bool,
+        self, x_TD: Tensor, attn_THK: Tensor, mods: Sequence[ModulationOut], rows: SampleRows | None, adds: bool
     ) -> Stream:
         """Return the stream with the gated outputs of attention and feed-forward; `adds`: with the second one added."""
-        attended = Stream(x_TD, self.dropout(self.out(attn_THK.flatten(1))), attn_mod.gate)
-        x_TD, mlp_TD = self.mlp(attended, mlp_mod, rows)
-        stream = Stream(x_TD, self.dropout(mlp_TD), mlp_mod.gate)
+        attended = Stream(x_TD, self.dropout(self.out(attn_THK.flatten(1))), mods[0].gate)
+        x_TD, mlp_TD = self.mlp(attended, mods[1], rows)
+        stream = Stream(x_TD, self.dropout(mlp_TD), mods[1].gate)
         return Stream(stream.added(rows)) if adds else stream
 
 
@@ -195,18 +188,17 @@ class MMDiTBlock(nn.Module):
         """Update both streams: text [N, D], or [P, D] of the tokens to keep, and latents [B*M, E]."""
         if isinstance(conditioning, Tensor):
             conditioning = self.text.modulation(conditioning), self.latent.modulation(conditioning)
-        (text_attn_mod, text_mlp_mod), (latent_attn_mod, latent_mlp_mod) = conditioning
-        text_ND, text_qkv = self.text.project(text, text_attn_mod, rows.text)
-        latent_TE, latent_qkv = self.latent.project(latent, latent_attn_mod, rows.latent)
+        text_mods, latent_mods = conditioning
+        text_ND, text_qkv = self.text.project(text, text_mods[0], rows.text)
+        latent_TE, latent_qkv = self.latent.project(latent, latent_mods[0], rows.latent)
         text_attn, latent_attn = self.attention(text_qkv, latent_qkv, rows)
         text_rows = rows.text
         if rows.kept is not None:  # nothing attends to the last block's outputs: only predicted tokens continue
             positions_P, text_rows = rows.kept
             text_ND, text_attn = text_ND.index_select(0, positions_P), text_attn.index_select(0, positions_P)
         adds = self.keeps_inputs_alone or runs_on_cpu(text_ND)
-        text = self.text.residual(text_ND, text_attn, text_attn_mod, text_mlp_mod, text_rows, adds)
-        latent = self.latent.residual(latent_TE, latent_attn, latent_attn_mod, latent_mlp_mod, rows.latent, adds)
-        return text, latent
+        text = self.text.residual(text_ND, text_attn, text_mods, text_rows, adds)
+        return text, self.latent.residual(latent_TE, latent_attn, latent_mods, rows.latent, adds)
 
     def attention(self, text_qkv: Tensor, latent_qkv: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the joint attention's outputs for text [N, H, K] and latents [B*M, H, K], with QK-norm.
@@ -215,10 +207,8 @@ class MMDiTBlock(nn.Module):
         """
         if isinstance(rows.attended, JointRows) and (kernels := gpu_kernels(text_qkv)):
             latent, text = self.latent.head_norm, self.text.head_norm
-            places = (*rows.rotary, rows.attended.inverse)
-            q, k, v = kernels.JointHeads.apply(
-                latent_qkv, text_qkv, latent.q, latent.k, text.q, text.k, *places, EPSILON
-            )
+            inputs = (latent_qkv, text_qkv, latent.q, latent.k, text.q, text.k, *rows.rotary, rows.attended.inverse)
+            q, k, v = kernels.JointHeads.apply(*inputs)
             return attend_jointly(q, k, v, rows.attended, rows.backend, len(latent_qkv))[::-1]
         text_qkv, latent_qkv = self.text.head_norm(text_qkv, rows.rotary), self.latent.head_norm(latent_qkv, None)
         latent_out, text_out = joint_attention(latent_qkv, text_qkv, rows.attended, rows.backend)

@@ -42,7 +42,7 @@ def load_gpu_kernels(device: torch.device) -> None:
     try:
         kernels = import_module("mmldlm.model.gpu_kernels")
         ones = torch.ones(1, 2, device=device)
-        kernels.add_norm(*[ones[:, :1]] * 3, ones, None, None, torch.float32, EPSILON)
+        kernels.add_norm([*[ones[:, :1]] * 3, ones], torch.float32)
     except Exception as error:  # no Triton, no C compiler, an old GPU: errors of many types
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         log.warning("Triton does not run here (%s): norms and sums take more passes over memory", reason)
@@ -305,22 +305,15 @@ class _AddNorm(Function):
     """`Stream.added` and `modulate` together: on a GPU one pass over memory each way."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x_TD: Tensor,
-        branch_TD: Tensor,
-        gate_BD: Tensor,
-        shift_scale_B2D: Tensor,
-        dtype: torch.dtype,
-        *places: Any,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
+        x_TD, branch_TD, gate_BD, shift_scale_B2D, *places, dtype = args
         if kernels := gpu_kernels(x_TD):
-            y_TD, out_TD = kernels.add_norm(x_TD, branch_TD, gate_BD, shift_scale_B2D, *places[1:3], dtype, EPSILON)
+            y_TD, out_TD = kernels.add_norm([*args[:4], *places[1:3]], dtype)
         else:
-            rows = None if places[0] is None else SampleRows(*places)
+            rows = SampleRows(*places) if places else None
             y_TD = add_gated(x_TD, gate_BD, branch_TD, rows)
             out_TD = modulate(y_TD, shift_scale_B2D, rows).to(dtype)
-        ctx.save_for_backward(y_TD, branch_TD, gate_BD, shift_scale_B2D, *places)
+        ctx.save_for_backward(y_TD, *args[1:-1])
         return y_TD, out_TD
 
     @staticmethod
@@ -328,23 +321,19 @@ class _AddNorm(Function):
     def backward(ctx: Any, y_grad: Tensor, out_grad: Tensor) -> tuple[Tensor | None, ...]:
         y, branch, gate, shift_scale, *places = ctx.saved_tensors
         if kernels := gpu_kernels(y):
-            saved = (y, branch, gate, shift_scale, *places[1:3])
-            x_grad, branch_grad, sums = kernels.add_norm_backward(
-                y_grad.contiguous(), out_grad.contiguous(), *saved, EPSILON
-            )
-            mod_grad, gate_grad = (sums if places[3] is None else _sums(sums, places[3])).tensor_split(
-                [shift_scale.shape[1]], 1
-            )
+            grads, saved = [y_grad.contiguous(), out_grad.contiguous()], [y, branch, gate, shift_scale, *places[1:3]]
+            x_grad, branch_grad, sums = kernels.add_norm_backward(grads, saved)
+            mod_grad, gate_grad = (_sums(sums, places[3]) if places else sums).tensor_split([shift_scale.shape[1]], 1)
         else:
-            rows = None if places[0] is None else SampleRows(*places)
+            rows = SampleRows(*places) if places else None
             normal, _, rstd = torch.native_layer_norm(y, y.shape[-1:], None, None, EPSILON)
             scale = shift_scale.float().chunk(2, dim=-1)[1] + 1
             x_grad, *mod_grads = _modulation_backward(out_grad, normal, rstd, scale, rows)
             mod_grad, x_grad = torch.cat(mod_grads, dim=-1), x_grad + y_grad
             gate_grad = _add_to_samples(None, rows, x_grad * branch, len(gate))
             branch_grad = (x_grad * gather_rows(gate.float(), rows)).to(branch.dtype)
-        grads = (x_grad, branch_grad, gate_grad.to(gate.dtype), mod_grad.to(shift_scale.dtype))
-        return *grads, None, *(None for _ in places)
+        gate_grad, mod_grad = gate_grad.to(gate.dtype), mod_grad.to(shift_scale.dtype)
+        return x_grad, branch_grad, gate_grad, mod_grad, *(None for _ in places), None
 
 
 def modulated(
@@ -356,8 +345,8 @@ def modulated(
         return x_TD, modulate(x_TD, shift_scale_B2D, rows).to(dtype)
     x, branch, gate = stream
     if branch is None:  # once in a step: not worth kernels of its own
-        branch, gate = x, torch.zeros_like(shift_scale_B2D[:, : x.shape[1]])
-    y_TD, out_TD = _AddNorm.apply(x, branch, gate, shift_scale_B2D, dtype, *(rows or (None,) * 4))
+        branch, gate = x.detach(), torch.zeros_like(shift_scale_B2D[:, : x.shape[1]])
+    y_TD, out_TD = _AddNorm.apply(x, branch, gate, shift_scale_B2D, *(rows or ()), dtype)
     return y_TD, out_TD
 
 

@@ -22,6 +22,7 @@ from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.diffusion.objective import LossConfig, Objective
 from mmldlm.errors import ConfigError
+from mmldlm.model.activation_checkpoint import MemoryConfig
 from mmldlm.model.attention import Backend
 from mmldlm.model.compile import CompileConfig, Region, compile_regions, regions, remove_torn_kernels
 from mmldlm.model.heads import GPU_VOCAB_MULTIPLE, MAX_WHOLE_LOGITS
@@ -206,6 +207,17 @@ def test_head_and_text_loss_are_one_region(
             assert (eager - compiled).norm() <= tolerance * eager.norm() + 1e-6
     if max_logits == MAX_WHOLE_LOGITS:
         assert (len(products), counters["stats"]["unique_graphs"]) == (1, 1), "for all sizes"
+
+
+def test_a_block_is_traced_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the operators of a GPU: blocks that leave their last addition to the next one, and one that does not."""
+    compile_function = torch.compile
+    eager = {"backend": "eager", "fullgraph": True}
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_function(function, **eager))
+    model = small_model(latent_tokens=2, backend="math", memory=MemoryConfig("every_k", every_k=3), depth=3).train()
+    compile_regions(model, CompileConfig("regional"), torch.device("cpu"))
+    with assume_device("cuda"):
+        random_inputs((3, 5), latent_tokens=2).run(model).text.sum().backward()
 
 
 @needs_compiler

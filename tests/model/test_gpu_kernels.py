@@ -7,7 +7,9 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +19,12 @@ from torch import Tensor
 
 from mmldlm.model import ops
 from mmldlm.model.activation_checkpoint import MemoryConfig
+from mmldlm.model.compile import Region
 from mmldlm.model.layers import rotary_angles
 from mmldlm.model.mmdit import Precision
 from tests.helpers.noised_batch import noised_batch
 from tests.helpers.paths import ROOT
-from tests.helpers.small_model import small_model
+from tests.helpers.small_model import random_inputs, small_model
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 SHAPES = [(37, 70, 3, 16), (5, 0, 2, 64), (1, 70, 2, 24), (6, 9, 1, 256)]  # latents, tokens, heads, channels of a head
@@ -53,7 +56,7 @@ def errors_of_heads(device: str, dtype: torch.dtype, compiled: bool = False) -> 
             rotary_angles(torch.arange(rows, device=device), width, 1e4),
             [x.requires_grad_() for x in leaves],
         )
-        ours = function(*leaves, *rotary, order.argsort(), ops.EPSILON)
+        ours = function(*leaves, *rotary, order.argsort())
         exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
         formula = ops.normalize_heads.__wrapped__  # type: ignore[attr-defined]
         angles = (rotary[0].double(), rotary[1].double())
@@ -74,15 +77,14 @@ def errors_of_norms(device: str, dtype: torch.dtype, compiled: bool = False) -> 
         ids = (
             torch.arange(samples) if lengths is None else torch.arange(samples).repeat_interleave(Tensor(lengths).int())
         )
-        with ops.assume_device("cuda"):
-            rows = None if lengths is None else ops.SampleRows.of(ids.to(device), samples)
         x, branch, y_grad, out_grad = (torch.randn(len(ids), width, device=device) for _ in range(4))
         modulation = torch.randn(samples, 4 * width, device=device)[:, width:]
         inputs = [x, modulation[:, width:].to(dtype), branch.to(dtype), modulation[:, :width].to(dtype)]
         leaves = [tensor.requires_grad_() for tensor in inputs[: 4 if has_branch else 2]]
         with ops.assume_device("cuda"):
+            rows = None if lengths is None else ops.SampleRows.of(ids.to(device), samples)
             y, out = function(ops.Stream(leaves[0], *leaves[2:]), leaves[1], rows, dtype)
-        results = [y, out, *torch.autograd.grad([y, out], leaves, [y_grad, out_grad.to(dtype)])]
+            results = [y, out, *torch.autograd.grad([y, out], leaves, [y_grad, out_grad.to(dtype)])]
         exact = [tensor.detach().double().requires_grad_() for tensor in leaves]
         shift, scale = exact[1][ids].chunk(2, 1)
         y = exact[0] + (exact[3][ids] * exact[2] if has_branch else 0)
@@ -122,7 +124,7 @@ def errors_of_network(memory: MemoryConfig, latent_tokens: int, precision: Preci
     for device in ("cpu", "cuda"):
         if device == "cuda":
             loaded("cpu")
-        model = small_model(latent_tokens, "math", memory=memory, precision=precision, depth=3).train()
+        model = small_model(latent_tokens, "math", memory=memory, precision=precision).train()
         objective, noised = noised_batch("joint", latent_tokens, (1, 16, 3))
         with ops.assume_device(device):
             loss, _ = objective(model, noised, noised.counts.tolist())
@@ -132,23 +134,45 @@ def errors_of_network(memory: MemoryConfig, latent_tokens: int, precision: Preci
 
 
 def compiled_bytes() -> list[int]:
-    """Return the sizes of the norms' kernels, compiled for an H100 without one."""
+    """Return the sizes of all kernels, compiled for an H100 without one; those of norms with and without tiles."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
     kernels, sizes = import_module("mmldlm.model.gpu_kernels"), []
-    inputs = {"branch": "*bf16", "gate": "*fp32", "shift_scale": "*fp32", "epsilon": "fp32"}
-    inputs |= {"x": "*fp32", "y": "*fp32", "out": "*bf16", "gate_stride": "i32", "mod_stride": "i32"}
-    inputs |= {"y_grad": "*fp32", "out_grad": "*bf16", "x_grad": "*fp32", "branch_grad": "*bf16", "sums": "*fp32"}
-    for kernel, width in itertools.product((kernels._add_norm_kernel, kernels._add_norm_backward_kernel), (1024, 1152)):
-        for places in ("*i64", "constexpr"):
-            types = inputs | {"offsets": places, "tiles": places}
-            shape = {"width": width, "block": 1 << (width - 1).bit_length(), "rows_block": 2, "tile_rows": 16}
-            constants = shape | ({} if places == "*i64" else {"offsets": None, "tiles": None})
-            signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
+    float32 = ("gate", "shift_scale", "x", "y", "y_grad", "x_grad", "sums", "cos", "sin", "weight_grads")
+    float32 += ("latent_q", "latent_k", "text_q", "text_k")
+    types = dict.fromkeys(float32, "*fp32") | dict.fromkeys(("inverse", "offsets", "tiles"), "*i64")
+    types |= dict.fromkeys(("gate_stride", "mod_stride", "num_rows", "num_latents"), "i32") | {"epsilon": "fp32"}
+    norm = {"width": 1152, "block": 2048, "rows_block": 2, "tile_rows": 16}
+    heads = {"heads": 4, "width": 64, "block": 32, "pairs": 64}
+    no_tiles = norm | {"offsets": None, "tiles": None}
+    for name, constants in (("_add_norm{}", norm), ("_add_norm{}", no_tiles), ("_heads{}", heads)):
+        for kernel in (getattr(kernels, name.format(way)) for way in ("_kernel", "_backward_kernel")):
+            signature = {arg: "constexpr" if arg in constants else types.get(arg, "*bf16") for arg in kernel.arg_names}
             done = compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
             sizes.append(len(done.asm["cubin"]))
     return sizes
+
+
+def graphs_of_a_block() -> int:
+    """Return how many graphs the first block becomes for micro-batches of three sizes. Its kernels cannot run here."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return lambda *_: 1 / 0
+
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32)))
+    ops._gpu_kernels["cpu"] = import_module("mmldlm.model.gpu_kernels")
+    graphs: list[Any] = []
+    model = small_model(2, "math").train()
+    model.blocks[0].forward = region = Region(model.blocks[0].forward, "default")
+    region.compiled = torch.compile(region.function, backend=backend, dynamic=False, fullgraph=True)
+    for lengths in ((3, 5), (1, 9, 4, 16), (7, 2, 2)):
+        with ops.assume_device("cuda"), suppress(ZeroDivisionError):
+            random_inputs(lengths, 2).run(model)
+    return len(graphs)
 
 
 def in_new_process(expression: str, **environment: str) -> Any:
@@ -171,12 +195,15 @@ def test_on_the_host(errors: str) -> None:
 
 def test_a_network_on_the_host() -> None:
     """Blocks that leave their last addition to the next one, and blocks that are recomputed and do not."""
-    cases = [("none", 1), ("none", 3), ("full", 3), ("selective", 1)]
-    cases = [(*case, "fp32") for case in cases] + [("none", 3, "bf16")]
+    cases = [("none", 3, "fp32"), ("full", 1, "fp32"), ("selective", 3, "bf16")]
     expression = f"[max(errors_of_network(MemoryConfig(kind), *case)) for kind, *case in {cases}]"
     *exact, rounded = in_new_process(expression, TRITON_INTERPRET="1")
     assert max(exact) < 1e-5 and rounded < 0.1
 
 
-def test_norms_compile_for_a_gpu() -> None:
+def test_kernels_compile_for_a_gpu() -> None:
     assert min(in_new_process("compiled_bytes()")) > 1000
+
+
+def test_micro_batches_of_other_sizes_are_not_compiled_again() -> None:
+    assert in_new_process("graphs_of_a_block()") == 1
