@@ -210,9 +210,9 @@ def _heads_launch(inputs: list[Tensor]) -> tuple[tuple[int, int], dict[str, Any]
     """Return the programs and the sizes of both kernels of heads."""
     num_latents, (num_texts, _, heads, width) = inputs[0].shape[0], inputs[1].shape
     num_rows, block = num_latents + num_texts, triton.next_power_of_2(width // 2)
-    shape = {"heads": heads, "width": width, "block": block, "pairs": max(1, 32 * PAIRS // block)}
-    sizes = {"num_rows": num_rows, "num_latents": num_latents, "epsilon": EPSILON, **shape}
-    return (triton.cdiv(num_rows * heads, shape["pairs"]), 3), sizes
+    pairs, sizes = max(1, 32 * PAIRS // block), {"num_rows": num_rows, "num_latents": num_latents, "epsilon": EPSILON}
+    shape = {"heads": heads, "width": width, "block": block, "pairs": pairs}
+    return (triton.cdiv(num_rows * heads, pairs), 3), {**sizes, **shape}
 
 
 @triton_op("mmldlm::joint_heads", mutates_args=())
@@ -257,10 +257,10 @@ def _norm_launch(inputs: list[Tensor]) -> tuple[tuple[int], dict[str, Any]]:
     """Return the programs and the sizes of both kernels of norms."""
     x_TD, _, gate_BD, shift_scale_B2D, *places = inputs
     width, block = x_TD.shape[1], triton.next_power_of_2(x_TD.shape[1])
-    strides = {"gate_stride": gate_BD.stride(0), "mod_stride": shift_scale_B2D.stride(0), "epsilon": EPSILON}
-    shape = {"width": width, "block": block, "rows_block": min(TILE_ROWS, max(1, NORM_NUMEL // block))}
-    warps = {"tile_rows": TILE_ROWS, "num_warps": 4 if block <= 1024 else 8}
-    return ((places[1] if places else x_TD).shape[0],), {**strides, **shape, **warps}
+    sizes = {"gate_stride": gate_BD.stride(0), "mod_stride": shift_scale_B2D.stride(0), "epsilon": EPSILON}
+    sizes |= {"width": width, "block": block, "rows_block": min(TILE_ROWS, max(1, NORM_NUMEL // block))}
+    sizes |= {"tile_rows": TILE_ROWS, "num_warps": 4 if block <= 1024 else 8}
+    return ((places[1] if places else x_TD).shape[0],), sizes
 
 
 @triton_op("mmldlm::add_norm", mutates_args=())

@@ -41,11 +41,11 @@ def load_gpu_kernels(device: torch.device) -> None:
     """Load the kernels of a GPU and run one, once in a process; where Triton does not run, the formulas are used."""
     try:
         kernels = import_module("mmldlm.model.gpu_kernels")
-        ones = torch.ones(1, 2, device=device)
-        kernels.add_norm([*[ones[:, :1]] * 3, ones], torch.float32)
+        ones = torch.ones(1, 32, device=device)
+        kernels.add_norm([*[ones[:, :16]] * 3, ones], torch.float32)
     except Exception as error:  # no Triton, no C compiler, an old GPU: errors of many types
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        log.warning("Triton does not run here (%s): norms and sums take more passes over memory", reason)
+        log.warning("Triton does not run here (%s): norms and heads take more passes over memory", reason)
     else:
         _gpu_kernels[device.type] = kernels
 
@@ -353,11 +353,8 @@ def modulated(
 def modulated_linear(
     stream: Stream, shift_scale_B2D: Tensor, rows: SampleRows | None, weight_OD: Tensor, bias_O: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the stream [T, D] after its addition, and the linear layer [T, O] of its modulated layer norm.
-
-    On a CPU one [T, D] is saved for both backward passes.
-    """
-    if runs_on_cpu(stream.x):
+    """Return the stream [T, D] after its addition, and the linear layer [T, O] of its modulated layer norm."""
+    if runs_on_cpu(stream.x):  # one [T, D] is saved for the backward passes of norm and layer
         x_TD = stream.added(rows)
         return x_TD, _modulated_linear(x_TD, shift_scale_B2D, rows, weight_OD, bias_O)
     x_TD, out_TD = modulated(stream, shift_scale_B2D, rows, matmul_dtype(weight_OD))

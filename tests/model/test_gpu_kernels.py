@@ -46,7 +46,7 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
 def errors_of_heads(device: str, dtype: torch.dtype, compiled: bool = False) -> list[float]:
     """Return the relative errors of q, k, v in the joint rows and of the gradients against the formula in float64."""
     kernels, errors = loaded(device), []
-    function = torch.compile(kernels.JointHeads.apply) if compiled else kernels.JointHeads.apply
+    function = torch.compile(lambda *args: kernels.JointHeads.apply(*args)) if compiled else kernels.JointHeads.apply
     for latents, rows, count, width in SHAPES:
         latent, text = (torch.randn(count_, 3, count, width, device=device).to(dtype) for count_ in (latents, rows))
         leaves = [latent, text, *(0.5 + torch.rand(4, width, device=device))]
