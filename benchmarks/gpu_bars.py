@@ -171,8 +171,8 @@ PREDICTED = {
     "head and losses in one compiled region": 97,
     "gated add, norm and modulation in one kernel each way": 88,
     "heads written in the order of attention": 85,
-    "clipping inside the update, half-precision copies of weights": 82,
-    "FlashAttention 4, where it is installed": 78,
+    "clipping inside the update": 84,
+    "FlashAttention 4, where it is installed": 80,
 }
 
 
