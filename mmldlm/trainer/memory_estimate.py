@@ -22,7 +22,7 @@ from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.model.ops import assume_device
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.param_groups import muon_matrices
-from mmldlm.run.factory import StaticSizes, build_fake_model, build_objective, corrupt_step
+from mmldlm.run.factory import build_fake_model, build_objective, corrupt_step
 from mmldlm.trainer.engine_memory import FLOAT32, MIB, StepMemory
 from mmldlm.trainer.memory_tracker import StepTracker
 
@@ -79,9 +79,7 @@ def estimate(
         tracker.allocate_gradients()
         tracker.update(optimizer, 0.0)
     flops, samples, most_tokens, accumulates = 0.0, 0, 0, False
-    # Graphs add to gradients that stay, and their micro-batches are filled up.
-    has_graphs = device == "cuda" and world_size == 1 and config.compile.graphs
-    sizes = StaticSizes(store.manifest.max_length) if has_graphs else None
+    keeps_gradients = device == "cuda" and world_size == 1 and config.compile.graphs  # for graphs, which add to them
     for start, stop in stages:
         size = batch_at(start)
         searched = range(start, min(stop, start + MAX_SEARCHED_STEPS))
@@ -93,8 +91,8 @@ def estimate(
         # The largest step counts for memory alone, unless it is among the first ones.
         for step, rank in dict.fromkeys([*tried, (largest, owner)]):
             micro_batches = loader.read(samples + (step - start) * size.global_batch_size, size, rank)
-            noised = corrupt_step(config, objective, step, size.global_batch_size, micro_batches, sizes)
-            if has_graphs:
+            noised = corrupt_step(config, objective, step, size.global_batch_size, micro_batches)
+            if keeps_gradients:
                 tracker.allocate_gradients()
             with assume_device(device):
                 step_flops = tracker.micro_batches(noised)
