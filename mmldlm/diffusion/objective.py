@@ -247,8 +247,9 @@ class Objective:
         absent modality is 0; then the micro-batch's shares of tokens and samples.
         """
         tokens, samples, lengths = (max(1.0, total) for total in self.stats.totals(totals))
-        own_tokens, own_samples, _ = self.stats.totals(noised.counts.tolist())
-        return torch.tensor([tokens, samples, lengths, own_tokens / tokens, own_samples / samples])
+        step = torch.tensor([tokens, samples, lengths], dtype=torch.float64)
+        own = noised.counts[: 2 * self.stats.num_bins].view(2, -1).sum(1)
+        return torch.cat([step, own / step[:2]]).float()
 
     def __call__(self, model: Network, noised: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, Tensor]:
         """Compute the losses of a micro-batch that is corrupted and on the network's device.

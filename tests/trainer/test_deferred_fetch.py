@@ -158,7 +158,7 @@ def test_a_loss_that_is_not_finite_reaches_every_gradient(value: float, tiny_con
     with Trainer(load_config(tiny_config, ["data.num_workers=0"])) as run:
         step, micro_batches = next(run.steps())
         (noised,) = run.corrupt(step, micro_batches)
-        loss = run.loss(noised, run.sync(step, [noised]))
+        loss, _ = run.loss(noised, run.sync(step, [noised]).counts)
         run.backward(loss + value)
         gradients = {name: parameter.grad for name, parameter in run.engine.model.named_parameters()}
         assert {name for name, result in gradients.items() if result is None or not result.isnan().any()} == set()
