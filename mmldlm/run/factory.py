@@ -73,6 +73,8 @@ def take_flash_attention_4(head_width: int, dtype: torch.dtype, device: str) -> 
     """Have varlen run FlashAttention 4 from here on where it is installed, unless its first call each way fails."""
     from torch.nn.attention.varlen import varlen_attn  # absent from CPU-only builds of older releases
 
+    if not hasattr(flash, "restore_flash_attention_impl"):  # a release of PyTorch without a choice
+        return
     try:  # not all of its versions fit PyTorch's calls
         flash.activate_flash_attention_impl("FA4")
         qkv = torch.ones(1, 1, head_width, dtype=dtype, device=device, requires_grad=True)
@@ -86,7 +88,8 @@ def take_flash_attention_4(head_width: int, dtype: torch.dtype, device: str) -> 
 
 def describe_attention(backend: object) -> str:
     """Return the kernel of the joint attention, for the user."""
-    is_newer = backend == "varlen" and flash.current_flash_attention_impl() == "FA4"
+    current = getattr(flash, "current_flash_attention_impl", lambda: None)  # newer than the oldest PyTorch
+    is_newer = backend == "varlen" and current() == "FA4"
     return f"{backend} (FlashAttention 4)" if is_newer else str(backend)
 
 

@@ -378,3 +378,12 @@ def test_network_with_offsets_equals_sdpa_on_cuda(kernel: Backend, latent_tokens
     )
     for one, other in zip(packed, sdpa, strict=True):
         assert (one - other).norm() <= 0.03 * other.norm() + 1e-4
+
+
+@pytest.mark.quick
+def test_a_pytorch_without_a_choice_of_flash_attention_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("activate_flash_attention_impl", "restore_flash_attention_impl", "current_flash_attention_impl")
+    for name in names:
+        monkeypatch.delattr(torch.nn.attention, name)
+    take_flash_attention_4.__wrapped__(64, torch.bfloat16, "cpu")
+    assert describe_attention("varlen") == "varlen"
