@@ -136,7 +136,9 @@ class PackedLayout:
 
     def without_filler(self) -> PackedLayout:
         """Return the layout of the samples that losses count."""
-        return PackedLayout(self.lengths[: self.num_samples - self.num_filler], self.latent_tokens, self.device)
+        if not self.num_filler:
+            return self
+        return PackedLayout(self.lengths[: -self.num_filler], self.latent_tokens, self.device)
 
     def index_tensors(self) -> dict[str, Tensor]:
         """Return all index tensors by the names of their properties."""
