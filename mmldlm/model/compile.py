@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmldlm.model.activation_checkpoint import Recomputed
 from mmldlm.model.attention import JOINT_BACKENDS
-from mmldlm.model.mmdit import BlockStream, MMDiT
+from mmldlm.model.mmdit import BlockStream, MMDiT, MMDiTBlock
 from mmldlm.settings.declaration import require_effect, setting
 
 TORN_AFTER_S, _POLL_S = 10.0, 0.5  # a linker that is alive writes on
@@ -58,12 +58,12 @@ class CompileConfig:
 class Region:
     """A function that runs compiled if gradients are enabled, otherwise eagerly, as in validation."""
 
-    def __init__(self, function: Callable[..., Any], mode: str):
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]):
         import torch._dynamo  # takes seconds: not at the top, so that only runs that compile wait for it
 
         self.function, self.mark_dynamic = function, torch._dynamo.maybe_mark_dynamic
         # Only the dimensions that `__call__` marks are symbolic.
-        self.compiled = torch.compile(function, dynamic=False, mode=mode)
+        self.compiled = torch.compile(function, dynamic=False, options=options)
 
     def __call__(self, *args: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -90,12 +90,23 @@ def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device, i
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         return f"none, though {config.scope} was requested: torch.compile does not run here ({reason})"
     for module, method in regions(model):
-        function = getattr(module, method)
+        function, options = getattr(module, method), _options(module, config.mode)
         if isinstance(function, Recomputed):  # which stays outside of what is compiled
-            function.function = Region(function.function, config.mode)
+            function.function = Region(function.function, options)
         else:
-            setattr(module, method, Region(function, config.mode))
+            setattr(module, method, Region(function, options))
     return f"regional, mode {config.mode}"
+
+
+def _options(module: nn.Module, mode: str) -> dict[str, Any]:
+    """Return the compiler's options for a region; a whole block has one kernel that casts all of its weights."""
+    import torch._inductor
+
+    options: dict[str, Any] = torch._inductor.list_mode_options(mode)
+    # Two draws of random numbers cannot share a kernel (PyTorch's issue 168124).
+    if isinstance(module, MMDiTBlock) and not module.text.dropout.p:
+        options |= {"combo_kernels": True, "combo_kernels_pointwise_only": True, "combo_kernel_max_num_nodes": 32}
+    return {name: value for name, value in options.items() if hasattr(torch._inductor.config, name)}
 
 
 def remove_torn_kernels() -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmldlm.model.ops import SampleRows, Stream, modulated_linear, normalize_heads, runs_on_cpu, swiglu_linear
+from mmldlm.model.ops import SampleRows, Stream, linear, modulated_linear, normalize_heads, runs_on_cpu, swiglu_linear
 
 TIME_SCALE = 1000.0  # factor of t in [0, 1] before the sinusoids, which gives the range of models with 1000 steps
 
@@ -106,6 +106,14 @@ def modulate_at_once(modulations: Sequence[Modulation], conditioning_BT: Tensor)
     return list(zip(*(map(ModulationOut, *map(torch.unbind, branch)) for branch in branches), strict=True))
 
 
+class Linear(nn.Linear):
+    """A linear layer by `ops.linear`."""
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """Return [T, O]."""
+        return linear(x_TI, self.weight, self.bias)
+
+
 class ModulatedLinear(nn.Linear):
     """Layer norm, scaled and shifted by the modulation, then a linear layer."""
 
@@ -126,7 +134,7 @@ class ActivatedLinear(nn.Linear):
     def forward(self, hidden_TF: Tensor) -> Tensor:
         """Return [T, D] from the hidden channels [T, 2F] (SwiGLU) or [T, F] (GELU)."""
         if self.kind == "gelu":
-            return super().forward(F.gelu(hidden_TF, approximate="tanh"))
+            return linear(F.gelu(hidden_TF, approximate="tanh"), self.weight)
         return swiglu_linear(hidden_TF, self.weight)
 
 

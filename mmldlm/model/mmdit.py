@@ -25,6 +25,7 @@ from mmldlm.model.initial_weights import InitialWeights, Normal
 from mmldlm.model.layers import (
     FeedForward,
     HeadNorm,
+    Linear,
     ModulatedLinear,
     Modulation,
     ModulationOut,
@@ -141,7 +142,7 @@ class BlockStream(nn.Module):
         self.modulation = Modulation(config.conditioning_width, width, branches=2, rank=config.modulation_rank)
         self.qkv = ModulatedLinear(width, 3 * joint, bias=False)
         self.head_norm = HeadNorm(config.head_width)
-        self.out = nn.Linear(joint, width, bias=False)
+        self.out = Linear(joint, width, bias=False)
         self.mlp = FeedForward(width, config.mlp_ratio, config.mlp)
         self.dropout = nn.Dropout(config.dropout)
 

@@ -251,6 +251,31 @@ def _weight_grad(grad_TO: Tensor, input_TI: Tensor, weight_OI: Tensor) -> Tensor
     return (grad_TO.t() @ input_TI.to(grad_TO.dtype)).to(weight_OI.dtype)
 
 
+class _HalfPrecisionLinear(Function):
+    """`F.linear` on a GPU in half precision, whose weight gradient leaves its product in float32: nothing rounds it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
+        weight = weight_OI.to(x_TI.dtype)
+        ctx.save_for_backward(x_TI, weight)
+        return F.linear(x_TI, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TO: Tensor) -> tuple[Tensor, Tensor | None]:
+        x_TI, weight = ctx.saved_tensors
+        weight_grad = torch.mm(grad_TO.t(), x_TI, out_dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        return grad_TO @ weight, weight_grad
+
+
+def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """Return `F.linear(x_TI, weight_OI, bias_O)`, by `_HalfPrecisionLinear` where it applies."""
+    dtype = matmul_dtype(weight_OI)
+    if x_TI.is_cuda and bias_O is None and dtype != weight_OI.dtype == torch.float32:
+        return _HalfPrecisionLinear.apply(x_TI.to(dtype), weight_OI)
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
 @memory_saving(_ModulatedLinear)
 def _modulated_linear(
     x_TD: Tensor, shift_scale_B2D: Tensor, rows: SampleRows | None, weight_OD: Tensor, bias_O: Tensor | None
@@ -358,7 +383,7 @@ def modulated_linear(
         x_TD = stream.added(rows)
         return x_TD, _modulated_linear(x_TD, shift_scale_B2D, rows, weight_OD, bias_O)
     x_TD, out_TD = modulated(stream, shift_scale_B2D, rows, matmul_dtype(weight_OD))
-    return x_TD, F.linear(out_TD, weight_OD, bias_O)
+    return x_TD, linear(out_TD, weight_OD, bias_O)
 
 
 class _SwiGLULinear(Function):
@@ -392,7 +417,7 @@ def swiglu_linear(hidden_T2F: Tensor, weight_OF: Tensor) -> Tensor:
     See arXiv 2002.05202, eq. 6.
     """
     gate, value = hidden_T2F.chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * value, weight_OF)
+    return linear(F.silu(gate) * value, weight_OF)
 
 
 class _NormalizeHeads(Function):

@@ -84,8 +84,11 @@ def trace(function_name: str) -> list[list[Graph]]:
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def compile_whole(function: Any, compile: Any = torch.compile, **_: Any) -> Any:
+    def compile_whole(function: Any, compile: Any = torch.compile, options: Any = None, **_: Any) -> Any:
         is_asked = function.__qualname__ == function_name
+        if is_asked:
+            for name, value in options.items():
+                setattr(torch._inductor.config, name, value)
         return compile(function, fullgraph=True, dynamic=False, backend=backend if is_asked else "eager")
 
     torch.compile = compile_whole

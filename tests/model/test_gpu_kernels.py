@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
@@ -106,6 +107,34 @@ def test_heads(device: str, dtype: torch.dtype, limit: float, compiled: bool) ->
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
 def test_norms(device: str, dtype: torch.dtype, limit: float, compiled: bool) -> None:
     assert max(errors_of_norms(device, dtype, compiled)) < limit
+
+
+@pytest.fixture
+def mm_on_cpu() -> Iterator[None]:
+    """The product of half-precision matrices in float32, which PyTorch has on GPUs alone, on a CPU as well."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("mm.dtype", lambda a, b, dtype: a.to(dtype) @ b.to(dtype), "CPU")
+    yield
+    library._destroy()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("device", [pytest.param("cpu"), pytest.param("cuda", marks=gpu)])
+def test_weight_gradients_of_half_precision_products_are_not_rounded(
+    device: str, compiled: bool, mm_on_cpu: None
+) -> None:
+    x, weight, grad = (torch.randn(*size, device=device) for size in ((512, 24), (16, 24), (512, 16)))
+    x, grad, weight = x.bfloat16().requires_grad_(), grad.bfloat16(), weight.requires_grad_()
+    function = torch.compile(ops.linear, backend="aot_eager") if compiled else ops.linear
+    if device == "cpu":
+        function = ops._HalfPrecisionLinear.apply
+    with torch.autocast(device, torch.bfloat16):
+        out, plain = function(x, weight), F.linear(x, weight)
+    assert torch.equal(out, plain)
+    grads, rounded = (torch.autograd.grad(y, (x, weight), grad) for y in (out, plain))
+    assert torch.equal(grads[0], rounded[0])
+    exact = grad.double().T @ x.detach().double()
+    assert relative_error(grads[1], exact) < 1e-6 < 1e-4 < relative_error(rounded[1], exact)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has GPUs")

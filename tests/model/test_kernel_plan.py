@@ -22,7 +22,7 @@ class Limit(NamedTuple):
 # By compiled function, for 32 samples of 512 tokens, width 1024. A block of the formulas alone, without kernels of our
 # own, has 84 kernels and 4,950 MB.
 LIMITS = {
-    "MMDiTBlock.forward": Limit(products=24, kernels=61, megabytes=3_020),
+    "MMDiTBlock.forward": Limit(products=24, kernels=45, megabytes=2_930),
     "MMDiT.predict_text": Limit(products=12, kernels=40, megabytes=2_870),  # half of the tokens, vocabulary 1,024
 }
 
