@@ -1,7 +1,7 @@
-"""The best texts of latents: candidates of several lengths, of which those that fit their latent best are kept.
+"""Generate candidate texts of several lengths for each latent and keep the best.
 
-A text has no length until the length head gives it one, and a wrong length is a wrong text: a word too many or too few.
-So the lengths around the head's median are all tried.
+The length head decides how long a text is, and a text of the wrong length is wrong: it has a word too many or too few.
+So we try all lengths around the head's median.
 
 Shape letters: n latents, J candidates of each, B = n J candidates in all, M latent tokens of a sample, C latent
 channels, V vocabulary.
@@ -19,8 +19,8 @@ from mmldlm.diffusion.noise import RandomSource, SampleStreams
 from mmldlm.diffusion.sampling import Generation, Sampler, length_probabilities, median_lengths
 from mmldlm.diffusion.search import search
 
-UNLIKELY = 0.01  # of the most likely length's probability: such a length is kept where nothing else is left
-# Returns how well each of B texts, given as tokens, fits its latent [B, M, C]: float64 [B], NaN where it cannot tell.
+UNLIKELY = 0.01  # a length below this share of the most likely length's probability is kept only if all others are gone
+# Returns how well each of B texts, given as tokens, fits its latent [B, M, C]: float64 [B], NaN if it cannot tell.
 Fit = Callable[[list[list[int]], Tensor], Tensor]
 
 
@@ -32,9 +32,9 @@ class TextRequest:
         latents: [n, M, C], on the device.
         max_length: Tokens of the longest text.
         count: Texts of each latent.
-        lengths: Tokens of the texts of each latent; None: around the median of the length head.
-        template: Text to infill, in which only [MASK] is generated.
-        prefixes: Of each latent, see `Sampler.generate`.
+        lengths: Number of tokens of each latent's texts. None: lengths around the median of the length head.
+        template: Text to infill: only its [MASK] tokens are generated.
+        prefixes: Prefix of each latent's texts, see `Sampler.generate`.
     """
 
     latents: Tensor
@@ -48,14 +48,16 @@ class TextRequest:
 def generate_best(
     sampler: Sampler, generator: RandomSource, request: TextRequest, fit: Fit | None = None
 ) -> Generation:
-    """Generate the texts of a request, those of a latent best first and all different if there are enough.
+    """Generate the texts of a request. The texts of a latent are in order, best first, and differ if possible.
 
-    Candidates are `config.tried_lengths` times as many. Where no temperature is set, one text of a latent takes the
-    most likely tokens, and several are drawn. Under `config.search`, which needs `fit`, one text of a latent is
-    improved afterwards, unless its length is given; its `log_p` is NaN then.
+    We generate `config.tried_lengths` candidates for each text. If no temperature is set, a single text takes the most
+    likely tokens, and several texts are drawn at random. If `config.search` is set and `fit` is given, a search then
+    improves the text of a latent that has one text of no given length. A text that the search has changed has a
+    `log_p` of NaN.
 
     Args:
-        fit: By default, and where it gives no number for any candidate of a latent, the likelihood of its tokens.
+        fit: Ranks the candidates. Without it, and for a latent with no candidate that it can judge, the likelihood of
+            the tokens ranks them.
     """
     latents, count, lengths, max_length = request.latents, request.count, request.lengths, request.max_length
     mask_id, config = sampler.text.mask_id, sampler.config

@@ -1,7 +1,7 @@
 """Decoding of texts: which tokens a reverse step unmasks, and how a token is drawn from the network's logits.
 
-What follows from lengths and random numbers alone is computed on the host for all steps of a generation, and copied to
-the device before the first one. How many tokens a step predicts is then known without waiting for the device.
+Before the first step, the host computes everything that depends on lengths and random numbers alone, for all steps, and
+copies it to the device. So it knows how many tokens each step predicts without waiting for the device.
 
 Shape letters: F tokens to generate, P tokens that a step predicts, R tokens that it masks again, V vocabulary. A row is
 an index into the F tokens.
@@ -20,7 +20,7 @@ from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.masked import MaskedDiffusion
 
 TextDecoding = Literal["ancestral", "confidence"]
-EXCLUDED_LOGIT = -1e9  # of a token with probability zero, as in the text head
+EXCLUDED_LOGIT = -1e9  # gives a token probability zero, as in the text head
 CHUNK_ROWS = 256  # rows of probabilities in memory at a time
 
 
@@ -28,7 +28,7 @@ class AncestralDecoder:
     """Unmasks each masked token with the probability of the reverse process, and masks others again (ReMDM).
 
     Args:
-        times: Noise times, from 1 to 0; one step between each two.
+        times: Noise times from 1 to 0, with one step between each two.
         uniforms: float64 [steps, F] in [0, 1), on the host.
         remask: Fraction of the maximal remasking rate.
 
@@ -59,7 +59,7 @@ class AncestralDecoder:
         return self._unmasked[step]
 
     def update(self, step: int, tokens: Tensor, rows: Tensor, drawn: Tensor, confidence: Tensor) -> Tensor:
-        """Return the tokens [F] after `step`; `drawn` [P] are those of `rows`, `confidence` their log probabilities."""
+        """Return the tokens [F] after `step`, given the tokens `drawn` [P] for `rows` and their log probabilities."""
         return tokens.index_copy(0, rows, drawn).index_fill(0, self._remasked[step], self._mask_id)
 
 
@@ -71,7 +71,7 @@ class ConfidenceDecoder:
 
     Args:
         times, uniforms: See `AncestralDecoder`, whose methods and attributes it has.
-        layout: Which of the F tokens belong to which sample, on the device of the tokens.
+        layout: Samples of the F tokens, on the device of the tokens.
     """
 
     def __init__(self, text: MaskedDiffusion, times: Sequence[float], uniforms: Tensor, layout: PackedLayout):
@@ -91,7 +91,7 @@ class ConfidenceDecoder:
         self.uniforms = _copy_to(layout.device, numbers)
 
     def rows(self, step: int, tokens: Tensor) -> Tensor:
-        # How many are masked is known, so that a sort finds them without waiting for the device.
+        # The host knows how many tokens are masked, so a sort finds them without waiting for the device.
         return (tokens != self._mask_id).argsort(stable=True)[: len(self.uniforms[step])]
 
     def update(self, step: int, tokens: Tensor, rows: Tensor, drawn: Tensor, confidence: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class ConfidenceDecoder:
 
 
 def _copy_to(device: torch.device, parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return `parts` on the device by one copy, which a GPU does not wait for."""
+    """Copy `parts` to the device in one piece, without waiting for a GPU."""
     joined = torch.cat(list(parts))
     if device.type == "cuda":
         joined = joined.pin_memory()
@@ -111,10 +111,10 @@ def _copy_to(device: torch.device, parts: Sequence[Tensor]) -> tuple[Tensor, ...
 
 
 def token_probabilities(logits: Tensor, temperature: float, top_p: float) -> Tensor:
-    """Return probabilities, float64 [P, V], at a temperature, of the smallest set of tokens with mass `top_p`.
+    """Return the probabilities, float64 [P, V], at a temperature, of the smallest set of tokens with mass `top_p`.
 
-    The truncation is nucleus sampling (arXiv 1904.09751). At temperature 0, where `draw_tokens` returns the most likely
-    token, the probabilities are those at temperature 1, which confidence-based decoding needs.
+    The truncation is nucleus sampling (arXiv 1904.09751). At temperature 0 `draw_tokens` takes the most likely token,
+    and confidence-based decoding needs its probability at temperature 1, so this function returns that.
     """
     scaled = logits.double() if temperature in (0, 1) else logits.double() / temperature
     p = scaled.softmax(-1)
@@ -128,14 +128,15 @@ def token_probabilities(logits: Tensor, temperature: float, top_p: float) -> Ten
 
 
 def without_neighbors(logits: Tensor, tokens: Tensor, positions: Tensor, layout: PackedLayout, words: Tensor) -> Tensor:
-    """Return logits [P, V] in which no word that stands beside its position is possible.
+    """Forbid, at each position, the words already standing next to it. Returns logits [P, V].
 
-    A network that predicts each position by itself tends to write a word twice: it expects it at both places.
+    A network that predicts each position by itself tends to write a word twice, since it expects the word at both
+    places.
 
     Args:
         tokens: The current tokens [N].
         positions: Places of the rows in `tokens`, int64 [P].
-        words: bool [V], which tokens are words.
+        words: bool [V], True for tokens that are words.
     """
     for offset in (-1, 1):
         beside = (positions + offset).clamp(0, len(tokens) - 1)
@@ -150,10 +151,10 @@ def without_neighbors(logits: Tensor, tokens: Tensor, positions: Tensor, layout:
 def hold_back_doubles(
     confidence: Tensor, drawn: Tensor, positions: Tensor, layout: PackedLayout, words: Tensor
 ) -> Tensor:
-    """Return `confidence` [P], without that of the less likely one of two equal words side by side.
+    """If one step draws the same word twice side by side, postpone the less likely one. Returns `confidence` [P].
 
-    Drawn in one step, neither saw the other. That one stays masked until its step knows its neighbor, unless the step
-    unmasks all.
+    Neither of the two draws saw the other. The postponed position stays masked until a later step, which sees its
+    neighbor, unless this step unmasks all tokens.
 
     Args:
         drawn: The tokens that were drawn at `positions`, int64 [P].
@@ -170,9 +171,9 @@ def hold_back_doubles(
 def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
     """Draw one token per row by inverting the cumulated probabilities, or take the most likely one at temperature 0.
 
-    All is float64: lower precision truncates the tails, which lowers the effective temperature (arXiv 2409.02908). For
-    equal logits [P, V] a number gives the same token on every device, unless it is within rounding (about 1e-15) of the
-    boundary between two tokens.
+    We compute in float64, since lower precision truncates the tails, which lowers the effective temperature (arXiv
+    2409.02908). For equal logits [P, V] a number gives the same token on every device, unless it is within rounding
+    (about 1e-15) of the boundary between two tokens.
 
     Args:
         uniforms: Numbers in [0, 1), float64 [P].
@@ -192,7 +193,7 @@ def _draw(logits: Tensor, uniforms: Tensor, temperature: float, top_p: float) ->
         drawn = logits.argmax(-1)
     else:
         mass = p.cumsum(-1)
-        # right=True passes over tokens with probability 0. The bound is for rows of NaN, whose mass exceeds no number.
+        # right=True passes over tokens with probability 0. A row of NaN has no mass, so its index needs a bound.
         drawn = torch.searchsorted(mass, uniforms[:, None] * mass[:, -1:], right=True).squeeze(1)
         drawn = drawn.clamp_max(p.shape[-1] - 1)
     return drawn, p.gather(1, drawn[:, None]).squeeze(1).log()

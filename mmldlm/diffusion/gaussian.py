@@ -1,7 +1,7 @@
 """Gaussian diffusion of latents in continuous time: corruption, targets, conversions, losses, reverse steps.
 
-Shapes: x0, epsilon, z, v and all predictions [B, M, C]; t [B]. Latents have unit RMS, so x0 and epsilon both have norms
-near sqrt(C).
+Shapes: x0, epsilon, z, v and all predictions are [B, M, C], and t is [B]. Latents have unit RMS, so x0 and epsilon both
+have norms near sqrt(C).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ PredictionType = Literal["epsilon", "x0", "v"]
 LatentLoss = Literal["cosine", "mse", "normalized_mse", "huber"]
 LatentSampler = Literal["ddim", "euler"]
 
-# Divisors are at least these: where alpha = 0, epsilon does not determine x0, and its estimate is damped.
+# Lower bounds of divisors. At alpha = 0 epsilon does not determine x0, and the bound damps the estimate of x0.
 ALPHA_MIN = 1e-3
 SIGMA_MIN = 1e-3
-SHIFT_NUMBERS = 64  # of a text's latents, up to which noise times are not shifted
+SHIFT_NUMBERS = 64  # noise times are shifted if the latents of a text have more numbers than this
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class LatentConfig:
 
     @property
     def has_skip(self) -> bool:
-        """Return whether a learned multiple of the noised latent is added to the prediction; for x0 a shortcut."""
+        """Return whether the network adds a learned multiple of the noised latent, which for x0 would be a shortcut."""
         return self.prediction != "x0"
 
     @property
@@ -78,7 +78,7 @@ class LatentConfig:
         )
 
     def resolve(self, numbers: int) -> LatentConfig:
-        """Return the config with the default shift for latents of so many numbers, tokens x channels, a text."""
+        """Return the config with the default shift for texts whose latents have `numbers` = tokens x channels."""
         shift = max(1.0, math.sqrt(numbers / SHIFT_NUMBERS)) if self.time_shift is None else self.time_shift
         return replace(self, time_shift=shift)
 
@@ -89,10 +89,10 @@ def per_sample(t_B: Tensor, like: Tensor) -> Tensor:
 
 
 class GaussianDiffusion:
-    """Diffusion with one path and one prediction type; used by the loss, the samplers and the evaluation.
+    """Diffusion with one path and one prediction type. The loss, the samplers and the evaluation use it.
 
     Args:
-        max_norm: Upper bound of the norm of x0 estimates; the largest norm in the training data.
+        max_norm: Upper bound of the norm of x0 estimates, for example the largest norm in the training data.
         huber_delta: Error from which on the Huber loss grows linearly.
     """
 
@@ -110,7 +110,7 @@ class GaussianDiffusion:
         return self.path.alpha(t) * x0 + self.path.sigma(t) * epsilon
 
     def target(self, x0: Tensor, epsilon: Tensor, t: Tensor) -> Tensor:
-        """Return what a perfect network predicts: x0, epsilon or v."""
+        """Return the target of the prediction: x0, epsilon or v."""
         if self.prediction_type == "x0":
             return x0
         if self.prediction_type == "epsilon":
@@ -122,7 +122,7 @@ class GaussianDiffusion:
         """Return the loss of each sample [B] in float32, a mean over its latent tokens and channels."""
         predicted, target = predicted.float(), target.float()
         if self.loss_kind == "cosine":
-            # Norms below eps count as eps: the initial prediction is 0, where the gradient is 1 / eps.
+            # Norms below eps count as eps: the initial prediction is 0, and the gradient there is 1 / eps.
             return (1 - F.cosine_similarity(predicted, target, dim=-1, eps=0.1)).mean(-1)
         if self.loss_kind == "huber":
             return F.huber_loss(predicted, target, reduction="none", delta=self.huber_delta).flatten(1).mean(1)
@@ -148,8 +148,8 @@ class GaussianDiffusion:
     def prior(self, noise: Tensor) -> Tensor:
         """Return z at t = 1 from standard normal noise.
 
-        With the cosine loss the network predicts the direction of epsilon alone, and sampling assumes a norm of
-        sqrt(C). An initial z of another norm would be wrong by a factor that each step scales by alpha(s) / alpha(t).
+        With the cosine loss the network predicts the direction of epsilon alone, and sampling assumes that its norm is
+        sqrt(C). If the initial z had another norm, each step would multiply that error by alpha(s) / alpha(t).
         """
         if self.loss_kind != "cosine":
             return noise
@@ -158,10 +158,10 @@ class GaussianDiffusion:
     # --- from a prediction back to data ---------------------------------------------------------------
 
     def estimates(self, predicted: Tensor, z: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the x0 and epsilon that a prediction at z_t implies; finite for every t in [0, 1].
+        """Return the x0 and epsilon that a prediction at z_t implies. Both are finite for every t in [0, 1].
 
-        With the cosine loss a prediction is only a direction, and is scaled to the norm of its target. x0 estimates are
-        clipped to the norm `max_norm`, as image models clip theirs to the range of pixels.
+        With the cosine loss a prediction is only a direction, so we scale it to the norm of its target. We clip x0
+        estimates to the norm `max_norm`, as image models clip estimates to the range of pixels.
         """
         t = per_sample(t, z)
         alpha, sigma = self.path.alpha(t), self.path.sigma(t)
@@ -176,11 +176,11 @@ class GaussianDiffusion:
             x0 = b * z - sigma * predicted
         norm = x0.norm(dim=-1, keepdim=True)
         x0 = x0 * (self.max_norm / norm.clamp_min(self.max_norm) if math.isfinite(self.max_norm) else 1.0)
-        # From the clipped x0, so that alpha x0 + sigma epsilon is z again.
+        # Computed from the clipped x0, so that alpha x0 + sigma epsilon is z again.
         return x0, (z - alpha * x0) / sigma.clamp_min(SIGMA_MIN)
 
     def _with_target_norm(self, predicted: Tensor, t: Tensor) -> Tensor:
-        """Scale a cosine-trained prediction to the norm of its target; return others unchanged. `t` broadcasts."""
+        """Scale a cosine-trained prediction to the norm of its target, and return any other unchanged."""
         if self.loss_kind != "cosine":
             return predicted
         norm = math.sqrt(predicted.shape[-1])
@@ -193,7 +193,7 @@ class GaussianDiffusion:
         """Extrapolate from the unconditional through the conditional prediction (arXiv 2207.12598, eq. 6).
 
         The cosine loss does not determine norms, and extrapolation between raw predictions of different norms would act
-        like another guidance scale. Both are scaled to the norm of their targets first.
+        like another guidance scale. So we first scale both predictions to the norms of their targets.
         """
         t = per_sample(t, conditional)
         conditional, unconditional = (self._with_target_norm(pred, t) for pred in (conditional, unconditional))

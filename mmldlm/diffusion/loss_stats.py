@@ -1,4 +1,4 @@
-"""Statistics of the losses: sums and counts by mode and noise bin, and the named means that are logged.
+"""Statistics of the losses: sums and counts by mode and noise bin, and the named means for the log.
 
 Shape letters: B samples, S sums.
 """
@@ -17,9 +17,9 @@ from mmldlm.diffusion.noise import MODES
 class LossStats:
     """Entries of the sums [S] and counts [S] of losses: text by bin, latents by bin, lengths, `aux_losses`.
 
-    A bin is a mode and a noise bin, one of `num_noise_bins` equal parts of the noise times in [0, 1]. Its index is mode
-    x num_noise_bins + noise bin. `aux_losses` are names of the terms that only training adds, of learned weights, and
-    "accuracy" if it is counted.
+    A bin is a pair of a mode and a noise bin, and a noise bin is one of `num_noise_bins` equal parts of the noise times
+    [0, 1]. The index of a bin is mode x num_noise_bins + noise bin. `aux_losses` names the terms that only training
+    adds, learned weights, and "accuracy" if it is counted.
     """
 
     def __init__(self, num_noise_bins: int, latent_weight: float, length_weight: float, aux_losses: tuple[str, ...]):
@@ -38,23 +38,23 @@ class LossStats:
         return mode * self.num_noise_bins + noise_bin
 
     def counts(self, text_bin: Tensor, latent_bin: Tensor, loss_tokens: Tensor, num_masked: int) -> Tensor:
-        """Return the denominators [S]: tokens by bin, samples by bin, all samples, then those of `aux_losses`.
+        """Return the denominators [S]: tokens by bin, samples by bin, all samples, then one for each of `aux_losses`.
 
-        Samples by bin are those whose latent is trained.
+        The samples by bin include only samples whose latent is trained.
 
         Args:
             text_bin, latent_bin: Bins of the samples [B].
-            loss_tokens: Tokens of each sample that the text loss is a mean over [B].
-            num_masked: Number of masked tokens, which the accuracy is a mean over.
+            loss_tokens: How many tokens of each sample the text loss averages over, [B].
+            num_masked: Number of masked tokens, over which the accuracy is a mean.
         """
         tokens = torch.zeros(self.num_bins, dtype=torch.float64).index_add(0, text_bin, loss_tokens.double())
         samples = torch.bincount(latent_bin, minlength=self.num_bins).double()
-        # All samples have a length loss: counted before those with given latents are removed.
+        # Every sample has a length loss, so we count all before we remove the samples with given latents.
         total = samples.sum()
         tokens.view(len(MODES), -1)[MODES.index("t2l")] = 0
         samples.view(len(MODES), -1)[MODES.index("l2t")] = 0
         aux_counts = {"label_smoothing": tokens.sum(), "z": tokens.sum(), "accuracy": total.new_tensor(num_masked)}
-        # Learned weights count once per sample, so that each step has one weight, whatever its micro-batches.
+        # A learned weight counts once per sample, so that its mean over any micro-batches is the step's weight.
         aux = [aux_counts.get(name, total) for name in self.aux_losses]
         return torch.cat([tokens, samples, torch.stack([total, *aux])])
 
@@ -63,11 +63,11 @@ class LossStats:
         return sum(counts[: self.num_bins]), sum(counts[self.num_bins : 2 * self.num_bins]), counts[2 * self.num_bins]
 
     def summary(self, sums: Tensor, counts: Tensor, coarsen: int = 1) -> dict[str, float]:
-        """Return mean losses by name, and the accuracy; nats per token for text.
+        """Return mean losses by name, and the accuracy. Text losses are in nats per token.
 
-        The total has the weights of the config even if others are learned, and no time weighting, so that it can be
-        compared with validation and with other runs. Losses of noise bins are over all modes. `sums` and `counts` [S]
-        are of the same micro-batches; `coarsen` adjacent noise bins are merged.
+        The total has the weights of the config even if weights are learned, and no time weighting, so that you can
+        compare it with validation and with other runs. Losses of noise bins are over all modes. `sums` and `counts` [S]
+        come from the same micro-batches, and each `coarsen` adjacent noise bins are merged.
         """
         num_bins = self.num_bins
         aux_sums, aux_counts = sums[2 * num_bins + 1 :], counts[2 * num_bins + 1 :]

@@ -18,7 +18,7 @@ from mmldlm.settings.declaration import require_effect, setting
 
 TextLoss = Literal["elbo", "masked_mean"]
 Masks = Literal["independent", "exact"]
-MIN_EXACT_TIME = 1e-7  # the lowest time under exact masks: one token is masked, in texts of up to 10 million
+MIN_EXACT_TIME = 1e-7  # the lowest time under exact masks: it masks one token in texts of up to 10 million tokens
 
 
 @dataclass(frozen=True)
@@ -54,10 +54,10 @@ class TextConfig:
 
 
 class MaskedDiffusion:
-    """Masked diffusion in which a token is not masked with probability alpha(t) = 1 - t (MDLM, section 3.5).
+    """Masked diffusion: a token stays unmasked with probability alpha(t) = 1 - t (MDLM, section 3.5).
 
-    A sample may begin with a prefix, a condition that ends with the token `prefix_end`: it is never masked, and no loss
-    counts it. By default no sample has one.
+    A sample may begin with a prefix, a condition that ends with the token `prefix_end`. The prefix is never masked, and
+    no loss counts it. By default no sample has a prefix.
     """
 
     def __init__(self, mask_id: int, loss: TextLoss, masks: Masks = "exact", prefix_end: int = -1):
@@ -66,22 +66,22 @@ class MaskedDiffusion:
         self.masks = masks
 
     def find_texts(self, tokens: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
-        """Return which tokens are not of a prefix, bool [N], and how many of each sample, int64 [B]; on the host."""
+        """Return on the host a mask of the tokens outside prefixes, bool [N], and their number by sample, int64 [B]."""
         ends = (tokens == self.prefix_end).nonzero().squeeze(1)
         prefixes = torch.zeros(layout.num_samples, dtype=torch.int64)
         prefixes[layout.sample_of_token[ends]] = layout.position[ends] + 1
         return layout.position >= prefixes[layout.sample_of_token], torch.tensor(layout.lengths) - prefixes
 
     def token_mask(self, uniforms: Tensor, t: Tensor, sample_of_token: Tensor) -> Tensor:
-        """Return which tokens are masked at times t [B], bool [N], by one of `uniforms` float32 [N] per token.
+        """Return which tokens are masked at times t [B], bool [N], given one random number per token, float32 [N].
 
-        With exact masks, the tokens with the smallest are masked. Those with 1 never are, and do not count.
-        `sample_of_token` is int64 [N], sorted.
+        Exact masks take the tokens with the smallest numbers. A token with the number 1 is never masked, and does not
+        count as part of the text. `sample_of_token` is int64 [N], sorted.
         """
         if self.masks == "exact":
             lengths = torch.bincount(sample_of_token, minlength=len(t))
             maskable = torch.bincount(sample_of_token[uniforms < 1], minlength=len(t))
-            # Sorted by (sample, number), a token's rank in its sample is its index less that of the sample's start.
+            # After sorting by (sample, number), a token's rank in its sample is its index minus the sample's start.
             by_number = uniforms.argsort()
             order = by_number[sample_of_token[by_number].argsort(stable=True)]
             rank = torch.empty_like(order)
@@ -93,20 +93,20 @@ class MaskedDiffusion:
         """Return the weight [B] of a masked token's negative log likelihood in each sample.
 
         `elbo`: -alpha' / (1 - alpha). The weighted sum over masked tokens is an unbiased estimate of the negative ELBO
-        of the text in nats (MDLM, eq. 10; MD4, arXiv 2406.04329, eq. 5). With exact masks the weight is L / n for n
-        masked tokens of L. Uniform times make n uniform in 1..L, and the sum estimates the same bound, as that of a
-        random order of the tokens (arXiv 2110.02037, eq. 6).
+        of the text in nats (MDLM, eq. 10, and MD4, arXiv 2406.04329, eq. 5). With exact masks the weight is L / n for n
+        masked tokens of L. Uniform times make n uniform in 1..L, and the sum estimates the same bound, like the sum
+        over a random order of the tokens (arXiv 2110.02037, eq. 6).
 
         `masked_mean`: 1.
 
         Args:
             importance: 1 / density of the times, [B].
-            limit: Upper bound of the weight before `importance`; it makes the estimate biased.
+            limit: Upper bound of the weight before `importance`. A finite bound makes the estimate biased.
         """
         if self.loss_kind != "elbo":
             return torch.ones_like(t)
         if self.masks == "exact":
-            # t2l has no masks: an infinite weight would become NaN when `Objective.corrupt` multiplies it by 0.
+            # In t2l no token is masked, and `Objective.corrupt` would turn an infinite weight times 0 into NaN.
             per_token = lengths / _exact_counts(t, lengths).clamp_min(1)
         else:
             per_token = 1 / t.clamp_min(MIN_TEXT_TIME)
@@ -117,8 +117,8 @@ class MaskedDiffusion:
     def unmask_probability(self, t: float, s: float, remask: float) -> tuple[float, float]:
         """Return the probabilities, in a step from t to s < t, of unmasking a masked token and of masking another.
 
-        `remask` is eta in [0, 1] of ReMDM (arXiv 2503.00307, eq. 8 with sigma = eta x its largest value); 0 is the
-        plain reverse process (MDLM, eq. 7).
+        `remask` is eta in [0, 1] of ReMDM (arXiv 2503.00307, eq. 8 with sigma = eta x its largest value). With 0 this
+        is the plain reverse process (MDLM, eq. 7).
         """
         alpha_t, alpha_s = 1 - t, 1 - s
         # At t = 1 nothing is unmasked yet, so there is nothing to remask.
@@ -127,5 +127,5 @@ class MaskedDiffusion:
 
 
 def _exact_counts(t: Tensor, lengths: Tensor) -> Tensor:
-    """Return the number of masked tokens of each sample, t x lengths rounded up; int64 [B]."""
+    """Return the number of masked tokens of each sample, int64 [B]: t x length, rounded up."""
     return (t.double() * lengths).ceil().long()

@@ -1,8 +1,8 @@
 """Randomness of training and generation, with a separate random stream for each sample.
 
-In training it is a function of (seed, step, slot in the global batch). It does not depend on rank, world size,
-micro-batches or loader workers, so a run resumes and re-partitions exactly. The streams are those of
-`random_stream`. Everything is drawn on the host: it is little data, and the positions of masked tokens are then known
+In training the random numbers are a function of (seed, step, slot in the global batch). They do not depend on rank,
+world size, micro-batches or loader workers, so a run resumes and re-partitions exactly. `random_stream` makes the
+streams. We draw everything on the host: it is little data, and the host then knows the positions of masked tokens
 without waiting for a device.
 """
 
@@ -38,7 +38,7 @@ class Noise:
 
 
 def mode_weights(mode: str | Mapping[str, float]) -> dict[Mode, float]:
-    """Return each mode's probability, from a mode's name or weights by mode; wrong ones are a `ValueError`."""
+    """Return each mode's probability, from a mode's name or weights by mode. Raise `ValueError` if they are invalid."""
     weights = {mode: 1.0} if isinstance(mode, str) else dict(mode)
     unknown = set(weights) - set(MODES)
     if unknown:
@@ -50,9 +50,10 @@ def mode_weights(mode: str | Mapping[str, float]) -> dict[Mode, float]:
 
 
 def mode_stages(mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> dict[int, dict[Mode, float]]:
-    """Return the mode probabilities by the optimizer step from which they apply; in order, the first at step 0.
+    """Return the mode probabilities by the step from which they apply, in ascending order. The first step is 0.
 
-    A `ValueError` names the key with a step below 0, an unknown mode or invalid weights.
+    Raises:
+        ValueError: A step is below 0, a mode is unknown, or weights are invalid. The message names the key.
     """
     stages: dict[int, dict[Mode, float]] = {}
     given = [
@@ -76,7 +77,7 @@ def mode_weights_at(step: int, mode: ModeShares, mode_schedule: Mapping[int, Mod
 
 
 def trained_modes(mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> tuple[Mode, ...]:
-    """Return the modes with a probability above 0 at some step; `mode` counts unless an entry replaces it at step 0."""
+    """Return the modes with a probability above 0 at some step. An entry for step 0 replaces `mode`."""
     stages = mode_stages(mode, mode_schedule)
     return tuple(name for name in MODES if any(weights[name] for weights in stages.values()))
 
@@ -92,28 +93,28 @@ def draw_noise(
 ) -> Noise:
     """Draw modes, noise times, token uniforms and latent noise of the samples in `batch.slots`.
 
-    Modes and times come from low-discrepancy grids over the global batch. Each grid has its own random permutation over
-    the slots, so that they are uncorrelated with each other and with text lengths. Times that are not stratified are
-    drawn independently. l2t pins t_latent to 0, t2l pins t_text to 0. `text` and `latent` are the distributions of
-    t_text and t_latent.
+    Modes and times come from low-discrepancy grids over the global batch. A random permutation for each grid assigns
+    its points to slots, so that modes, times and text lengths are uncorrelated. Times that are not stratified are drawn
+    independently. l2t pins t_latent to 0, t2l pins t_text to 0. `text` and `latent` are the distributions of t_text and
+    t_latent.
     """
     # Every rank draws the grids of the whole global batch and takes the entries of its slots.
     shared = random_stream(seed, purpose=0, step=step)
     offsets = shared.random(3)
-    places = batch.slots % global_batch_size  # those of training are below it
+    places = batch.slots % global_batch_size  # changes no slot of training: they are below the global batch size
     local_strata = [torch.from_numpy(shared.permutation(global_batch_size))[places] for _ in offsets]
     t_mode, u_text, u_latent = (
         stratified_times(float(offset), strata, global_batch_size)
         for offset, strata in zip(offsets, local_strata, strict=True)
     )
     if not (text.stratified and latent.stratified):
-        # Drawn last from the shared stream, so that `stratified` changes no other number.
+        # We draw these numbers last from the shared stream, so that `stratified` changes no other number.
         free_text, free_latent = torch.from_numpy(shared.random((2, global_batch_size)))[:, places]
         u_text, u_latent = u_text if text.stratified else free_text, u_latent if latent.stratified else free_latent
     cumulative = torch.tensor([weights[name] for name in MODES], dtype=torch.float64).cumsum(0)
-    # right=True: a mode with weight 0 has an empty interval, in which no number falls.
+    # right=True: a mode with weight 0 has an empty interval, and no number falls into it.
     mode = torch.searchsorted(cumulative, t_mode, right=True).clamp_max(len(MODES) - 1)
-    # A given text has exactly 0, at which no token is masked.
+    # A given text has t = 0 exactly, so that no token is masked.
     t_text = text.times(u_text).masked_fill(mode == MODES.index("t2l"), 0.0)
     t_latent = latent.times(u_latent).masked_fill(mode == MODES.index("l2t"), 0.0)
     uniforms, epsilon = sample_noise(batch, seed, step)
@@ -121,7 +122,7 @@ def draw_noise(
 
 
 def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Draw token uniforms [N] and latent noise [B, M, C] from each sample's stream, whatever else is in the batch."""
+    """Draw token uniforms [N] and latent noise [B, M, C] from each sample's stream, independent of other samples."""
     uniforms = np.empty(sum(batch.lengths), np.float32)
     epsilon = np.empty(tuple(batch.latents.shape), np.float32)
     start = 0
@@ -136,8 +137,8 @@ def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
 class SampleStreams:
     """Random numbers of one generation, from one stream per sample: a function of (seed, kind, slot).
 
-    What is generated for a sample does not depend on its batch, its rank or the number of ranks. Generations of
-    different kinds are independent.
+    The result for a sample does not depend on its batch, its rank or the number of ranks. Generations of different
+    kinds are independent.
     """
 
     def __init__(self, seed: int, kind: int, slots: Tensor):
@@ -145,12 +146,12 @@ class SampleStreams:
         self._streams = [random_stream(seed, purpose=2, step=kind, slot=slot) for slot in slots.tolist()]
 
     def repeat(self, times: int) -> SampleStreams:
-        """Return as many streams for each sample, those of one next to each other."""
+        """Return `times` streams for each sample, with the streams of one sample next to each other."""
         seed, kind, slots = self._key
         return SampleStreams(seed, kind, (slots[:, None] * times + torch.arange(times)).flatten())
 
     def take(self, rows: Sequence[int]) -> SampleStreams:
-        """Return the streams of some samples, which go on here and there alike."""
+        """Return the streams of some samples. Both objects share them, so a draw from one advances the other."""
         seed, kind, slots = self._key
         taken = SampleStreams(seed, kind, slots[:0])
         taken._key, taken._streams = (seed, kind, slots[list(rows)]), [self._streams[row] for row in rows]
@@ -166,7 +167,7 @@ class SampleStreams:
         return torch.from_numpy(np.concatenate(parts, axis=1))
 
 
-RandomSource = torch.Generator | SampleStreams  # of a generation; on the host, so the same for any device
+RandomSource = torch.Generator | SampleStreams  # on the host, so that a generation is the same for any device
 
 
 def draw_normal(source: RandomSource, shape: Sequence[int]) -> Tensor:

@@ -1,8 +1,8 @@
 """The training objective: corrupt both modalities, call the network once, weight and sum the losses.
 
-The network is an argument: any callable with the signature of `MMDiT.forward`, for example wrapped by an engine, or a
-perfect denoiser in a test. Losses are sums over samples and tokens, divided once by counts over the whole global batch,
-so the gradient does not depend on how that is split into ranks and micro-batches.
+The network is an argument: any callable with the signature of `MMDiT.forward`, e.g. a network wrapped by an engine, or
+a perfect denoiser in a test. Losses are sums over samples and tokens, divided once by counts over the whole global
+batch, so the gradient does not depend on how the global batch is split into ranks and micro-batches.
 
 Shape letters: B samples, N tokens of the whole unpadded micro-batch, P masked tokens, M latent tokens of a sample,
 C latent channels, S sums.
@@ -28,7 +28,7 @@ from mmldlm.settings.declaration import require_effect, setting
 from mmldlm.utils.packed_tensors import PackedTensors
 
 Network = Callable[..., tuple[Tensor, ...]]
-ON_HOST = ("counts", "sample_ids")  # tensors of a `NoisedBatch` that stay there
+ON_HOST = ("counts", "sample_ids")  # tensors of a `NoisedBatch` that stay on the host
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class LossConfig:
 
     @property
     def needs_text_terms(self) -> bool:
-        """Return whether the text loss needs more of the head than likelihoods."""
+        """Return whether the text loss needs more from the text head than likelihoods."""
         return self.label_smoothing > 0 or self.z_loss > 0
 
 
@@ -101,12 +101,12 @@ class NoisedBatch:
     layout: PackedLayout
     positions: Tensor  # int64 [P]: the masked tokens
     targets: Tensor  # int64 [P]: their true ids
-    token_weight: Tensor  # float32 [P]: in the reported loss, a bound under `loss.text: elbo`
-    trained_token_weight: Tensor | None  # float32 [P]: in the training loss, if it is another
+    token_weight: Tensor  # float32 [P]: in the reported loss, which is a bound under `loss.text: elbo`
+    trained_token_weight: Tensor | None  # float32 [P]: in the training loss, if it differs from the reported loss
     token_bin: Tensor  # int64 [P]: bin of mode and t_text, see `LossStats`
     latent_target: Tensor  # float32 [B, M, C]
     latent_weight: Tensor  # float32 [B]: in the reported loss, 0 where the latent is given
-    trained_latent_weight: Tensor | None  # float32 [B]: in the training loss, if it is another
+    trained_latent_weight: Tensor | None  # float32 [B]: in the training loss, if it differs from the reported loss
     latent_bin: Tensor  # int64 [B]: bin of mode and t_latent
     length_target: Tensor  # int64 [B]: length - 1, without the prefix
     counts: Tensor  # float64 [S] on the host: denominators of the sums of `Objective.__call__`
@@ -126,18 +126,18 @@ class NoisedBatch:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that go to a device by name, those of the layout included."""
+        """Return the tensors that go to a device, by name, including the layout's tensors."""
         own = {name: x for name, x in vars(self).items() if isinstance(x, Tensor) and name not in ON_HOST}
         return own | self.layout.index_tensors()
 
     @cached_property
     def packed(self) -> PackedTensors:
-        """`tensors` in one buffer; their places in it are a function of the numbers of samples, tokens and masks."""
+        """`tensors` in one buffer. Their places depend only on the numbers of samples, tokens and masked tokens."""
         return PackedTensors.pack(self.tensors())
 
     @classmethod
     def from_packed(cls, packed: PackedTensors, layout: PackedLayout, *on_host: Tensor) -> NoisedBatch:
-        """Return the batch whose `tensors` are in `packed`, as views, and which has this layout, counts and ids."""
+        """Return a batch whose `tensors` are views of `packed`, with the given layout, counts and sample ids."""
         tensors = packed.tensors() | dict(zip(ON_HOST, on_host, strict=True))
         own = {each.name: tensors.get(each.name) for each in fields(cls) if each.name != "layout"}
         batch = cls(layout=layout.with_index_tensors(tensors, packed.buffer.device), **own)  # type: ignore[arg-type]
@@ -149,7 +149,7 @@ class NoisedBatch:
         return self.from_packed(self.packed.pin_memory(), self.layout, self.counts, self.sample_ids)
 
     def to(self, device: torch.device | str) -> NoisedBatch:
-        """Return the batch on `device` by a single copy; the copy from pinned memory does not block."""
+        """Copy the batch to `device` in one piece. A copy from pinned memory does not block."""
         if torch.device(device) == self.layout.device:
             return self
         return self.from_packed(self.packed.to(device), self.layout, self.counts, self.sample_ids)
@@ -159,7 +159,7 @@ class Objective:
     """Losses of a micro-batch.
 
     Args:
-        accuracy: Count the tokens that are predicted right, for networks in training that return `Prediction.is_best`.
+        accuracy: Count correctly predicted tokens. In training the network must then return `Prediction.is_best`.
 
     Attributes:
         stats: Entries of the reported sums [S] and their counts.
@@ -185,9 +185,10 @@ class Objective:
         self.stats = LossStats(num_noise_bins, config.latent_weight, config.length_weight, aux_losses)
 
     def for_validation(self, refine: int = 1) -> Objective:
-        """Return the objective without the terms and weights of training, with `refine` noise bins for each of its own.
+        """Return the objective without the terms and weights of training, with `refine` noise bins for each bin here.
 
-        That of text is the bound with exact masks, whatever the run is trained with: the same, with less variance.
+        Its text loss is the likelihood bound with exact masks. Runs with independent masks or `masked_mean` are
+        measured in the same way: the bound is the same as with independent masks, with less variance.
         """
         config = LossConfig(
             latent=self.config.latent,
@@ -199,7 +200,7 @@ class Objective:
         return Objective(config, text, self.latent, self.stats.num_noise_bins * refine)
 
     def corrupt(self, batch: Batch, noise: Noise) -> NoisedBatch:
-        """Apply the forward processes of both modalities; on the host, where the size of `positions` is known."""
+        """Apply both forward processes on the host, so that the host knows the size of `positions`."""
         layout = batch.layout
         is_text, lengths = self.text.find_texts(batch.tokens, layout)
         uniforms = noise.uniforms.masked_fill(~is_text, 1.0)
@@ -210,9 +211,9 @@ class Objective:
         trains_latent = noise.mode != MODES.index("l2t")
         text_bin, latent_bin = (self.stats.bin_of(noise.mode, t) for t in (noise.t_text, noise.t_latent))
         token_weight = self.text.weights(noise.t_text, lengths, noise.importance) * trains_text
-        # Tokens of each sample that the text loss is a mean over.
+        # How many tokens of each sample the text loss averages over.
         loss_tokens = lengths if self.text.loss_kind == "elbo" else torch.bincount(sample, minlength=len(lengths))
-        # Limits and time weights change the trained loss only, so that reported ones compare across runs.
+        # Limits and time weights change the trained loss only, so that you can compare reported losses across runs.
         trained_token_weight = trained_latent_weight = None
         if self.config.text_weight_limit is not None:
             limited = self.text.weights(noise.t_text, lengths, noise.importance, self.config.text_weight_limit)
@@ -241,10 +242,11 @@ class Objective:
         )
 
     def divisors(self, totals: Sequence[float], noised: NoisedBatch) -> Tensor:
-        """Return what losses are divided by, float32 [5] on the host, given `counts` [S] summed over the step.
+        """Return the divisors of the losses, float32 [5] on the host, given `counts` [S] summed over the step.
 
-        These are the step's tokens, samples whose latent is trained, and samples, each at least 1, since the loss of an
-        absent modality is 0; then the micro-batch's shares of tokens and samples.
+        The first three count the step's tokens, its samples whose latent is trained, and all of its samples. Each is at
+        least 1, since a modality that is absent has a loss of 0. The last two are the micro-batch's shares of these
+        tokens and samples.
         """
         tokens, samples, lengths = (max(1.0, total) for total in self.stats.totals(totals))
         step = torch.tensor([tokens, samples, lengths], dtype=torch.float64)
@@ -255,13 +257,13 @@ class Objective:
         """Compute the losses of a micro-batch that is corrupted and on the network's device.
 
         Args:
-            totals: `counts` [S], summed over the global batch of the step. Read after the forward pass, during which
-                the sum may still be in progress. Or, on the device, the `divisors` that result from
-                them: then no number of the micro-batch is one of Python's, and a captured step computes others.
+            totals: `counts` [S], summed over the global batch of the step. They are read after the forward pass, since
+                the sum may still be in progress during it. Or the resulting `divisors`, as a tensor on the device:
+                then no Python number depends on the micro-batch, and a captured CUDA graph can be replayed for others.
 
         Returns:
-            The micro-batch's share of the step's loss, and the detached sums [S]. These stay on the device and are
-            divided by their counts when they are logged, so that no step waits for the device.
+            The micro-batch's share of the step's loss, and the detached sums [S]. The sums stay on the device, and
+            logging divides them by their counts, so that no step waits for the device.
         """
         config, stats = self.config, self.stats
         text_terms, latent_pred, length_logits, *optional = model(*noised.inputs)
@@ -273,7 +275,7 @@ class Objective:
             noised.latent_bin,
         )
         length_sum = F.cross_entropy(length_logits, noised.length_target, reduction="sum")
-        # Those on the host are scalars, which operators of a GPU take as they are.
+        # Divisors on the host are scalars, which GPU operators accept as they are.
         divisors = totals if isinstance(totals, Tensor) else self.divisors(totals, noised)
         tokens, samples, lengths, token_share, sample_share = divisors.unbind()
         text_loss, latent_loss = sum(aux.values(), trained_text) / tokens, trained_latent / samples
@@ -295,7 +297,7 @@ class Objective:
         return loss, torch.cat([text_sums, latent_sums, length_sum[None], *reported]).detach()
 
     def _text_loss(self, text_terms: Tensor, noised: NoisedBatch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Return the reported sums by bin, the trained sum, and the sums of the terms that only training adds."""
+        """Return the reported sums by bin, the sum for training, and the sums of the terms that only training adds."""
         config, weight, trained_weight = self.config, noised.token_weight, noised.trained_token_weight
         nll = text_terms[:, 0] if config.needs_text_terms else text_terms
         sums, trained = self._weighted_sums(nll, weight, trained_weight, noised.token_bin)
@@ -311,7 +313,7 @@ class Objective:
     def _weighted_sums(
         self, losses: Tensor, weight: Tensor, trained_weight: Tensor | None, loss_bin: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Return the reported losses by bin, and the sum of the trained ones, to the bit the same for any bins."""
+        """Return the reported losses by bin, and the sum for training, which is the same to the bit for any bins."""
         reported = weight * losses
         trained = reported if trained_weight is None else trained_weight * losses
         by_bin = losses.new_zeros(self.stats.num_bins).index_add(0, loss_bin, reported.detach())

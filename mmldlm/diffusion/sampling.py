@@ -1,7 +1,7 @@
 """Generation: one loop over decreasing noise times for all modes, l2t, t2l and joint.
 
-The given modality stays at t = 0. The other one, or both, go from pure noise to data by the reverse steps of the same
-objects that corrupt the data and weigh the losses in training.
+The given modality stays at t = 0. The other modality, or both, go from pure noise to data. The reverse steps are
+methods of the objects that corrupt the data and weigh the losses in training.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from mmldlm.diffusion.noise import Mode, RandomSource, draw_normal, draw_uniform
 from mmldlm.diffusion.objective import Network
 from mmldlm.settings.declaration import setting
 
-# Part of error messages: what classifier-free guidance requires.
+# Part of error messages about classifier-free guidance.
 GUIDANCE_NEEDS = "a run that trained joint: only there the network saw t = 1, the null condition, together with data"
 
-DRAW_TEMPERATURE = 0.6  # where texts are drawn, by default
-MAX_PASSES = 10_000  # that one setting may ask for, as of a stranger's bundle, which might ask for years
+DRAW_TEMPERATURE = 0.6  # default temperature if texts are drawn
+MAX_PASSES = 10_000  # limit of settings, so that a stranger's bundle cannot ask for years of computation
 
 
 @dataclass(frozen=True)
@@ -115,29 +115,29 @@ class SamplingConfig:
             raise ValueError("remask: needs decoding ancestral, found confidence")
 
     def of_t2l(self, prediction: PredictionType) -> SamplingConfig:
-        """Return the settings of t2l; one reverse step is enough where the network predicts x0 itself."""
+        """Return the settings of t2l. If the network predicts x0, one reverse step is enough."""
         steps = self.t2l_steps or (1 if prediction == "x0" else self.steps)
-        # A single step of DDIM is the estimate of x0 itself, one of Euler is far from it.
+        # A single DDIM step returns the estimate of x0 itself, while a single Euler step is far from it.
         return replace(self, steps=steps, latent_sampler="ddim" if steps == 1 else self.latent_sampler)
 
     def resolve_temperature(self, mode: Mode, latent_tokens: int, count: int = 1) -> float:
-        """Return the temperature of a mode, for `count` texts of each latent, which has `latent_tokens`."""
+        """Return the temperature of a mode for `count` texts per latent, if a latent has `latent_tokens` tokens."""
         if self.temperature is not None:
             return self.temperature
         return 0.0 if count == 1 and self._is_determined(mode, latent_tokens) else DRAW_TEMPERATURE
 
     def resolve_decoding(self, mode: Mode, latent_tokens: int) -> TextDecoding:
-        """Return the decoding of a mode, for latents of `latent_tokens`.
+        """Return the decoding of a mode for latents of `latent_tokens` tokens.
 
-        Decoding by confidence gives better texts where a latent determines their content. Where nothing does, every
-        text would collapse to what is most likely overall: the same few words.
+        Decoding by confidence gives better texts if a latent determines their content. If nothing determines it, every
+        text would collapse to the same few words, the most likely ones overall.
         """
         if self.decoding != "auto":
             return self.decoding
         return "confidence" if self._is_determined(mode, latent_tokens) and not self.remask else "ancestral"
 
     def _is_determined(self, mode: Mode, latent_tokens: int) -> bool:
-        """Return whether a text follows from its latent: in joint from one of several tokens that comes first."""
+        """Return whether the latent determines the text. In joint it must come first and have several tokens."""
         return mode == "l2t" or (mode == "joint" and self.joint_order == "latents_first" and latent_tokens > 1)
 
 
@@ -147,14 +147,14 @@ OnStep = Callable[[Tensor, tuple[int, ...], float], None]
 
 @dataclass(frozen=True)
 class Generation:
-    """Generated samples; the modality that was given is returned unchanged."""
+    """Generated samples. The given modality is returned unchanged."""
 
     tokens: Tensor  # int64 [N], on the host
     lengths: tuple[int, ...]
     latents: Tensor  # float32 [B, M, C], on the host, standardized
-    # float64 [B], on the host: mean log likelihood of a generated token, given those that were unmasked before it.
+    # float64 [B], on the host: mean log likelihood of a generated token, given all tokens unmasked before it.
     log_p: Tensor
-    passes: int  # of the network, each of one sample
+    passes: int  # how often the network ran, counted by sample
 
     def split(self) -> list[list[int]]:
         """Return the token ids of each sample."""
@@ -166,9 +166,9 @@ class Sampler:
     """A trained network with its two processes, and how to generate with it.
 
     Attributes:
-        words: bool [V], tokens that are words; under `doubled_words: avoid` none is placed next to itself.
+        words: bool [V], True for tokens that are words. `doubled_words: avoid` places no word next to itself.
         on_step: Called at the start, and after each step that generates text.
-        every_step: Run the network also in steps that need no prediction, where other ranks may need one.
+        every_step: Run the network also in steps that need no prediction on this rank, since other ranks may need one.
     """
 
     model: Network
@@ -183,13 +183,13 @@ class Sampler:
     def generate(
         self, mode: Mode, generator: RandomSource, latents: Tensor, start: Sequence[Sequence[int]]
     ) -> Generation:
-        """Generate B samples, in which all tokens stay as they are but [MASK].
+        """Generate B samples. Only [MASK] tokens change.
 
         Args:
-            generator: A generator on the host, or one stream per sample; a seed gives the same numbers for any device.
+            generator: A generator on the host, or one stream per sample. A seed gives the same numbers for any device.
             latents: [B, M, C], the condition in l2t. In other modes only its shape and device matter.
-            start: Tokens of each sample: perhaps a prefix, which is a condition in every mode and is not returned, then
-                a text. Where it is generated, it has [MASK], in each sample at least once.
+            start: Tokens of each sample: an optional prefix, which is a condition in every mode and is not returned,
+                then the text. A mode that generates text needs at least one [MASK] in each sample.
         """
         config, text = self.config, self.text
         assert mode != "joint" or config.guidance == 1, "guidance needs a condition"
@@ -216,10 +216,10 @@ class Sampler:
     def _reverse(
         self, mode: Mode, generator: RandomSource, latents: Tensor, tokens: Tensor, layout: PackedLayout, texts: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """Run one reverse process of `generate`; `tokens`, `layout` and `texts`, the places of texts, are on the host.
+        """Run one reverse process of `generate`. `tokens`, `layout` and `texts` (positions of texts) are on the host.
 
         Returns:
-            Tokens on the host, latents [B, M, C], and where texts are generated their `log_p` [B] on the host; passes.
+            Tokens on the host, latents [B, M, C], `log_p` [B] on the host if texts were generated, and the passes.
         """
         model, text, latent, config = self.model, self.text, self.latent, self.config
         words = self.words if config.doubled_words == "avoid" else None
@@ -228,18 +228,18 @@ class Sampler:
         counts = tuple(int(part.sum()) for part in is_masked.split(layout.lengths))
         lengths = layout.sample_of_token[texts].bincount(minlength=batch)
         text_lengths = tuple(lengths.tolist())
-        # The network gets the time at which training masks as many tokens of a text. (The optimal prediction depends
-        # only on which tokens are masked, not on the time: RADD, arXiv 2406.03736, theorem 1. But this network was
-        # trained with matching times.)
+        # The network gets the time at which training would mask this fraction of a text. (The optimal prediction
+        # depends only on which tokens are masked, not on the time: RADD, arXiv 2406.03736, theorem 1. But this network
+        # was trained with matching times.)
         fraction = (torch.tensor(counts) / lengths).to(device)
         layout, x, texts = layout.to(device), tokens.to(device), texts.to(device)
         grid = torch.linspace(1, 0, config.steps + 1).tolist()
-        # Drawn in every mode: the start of generated latents, or the null condition of l2t under guidance.
+        # We draw noise in every mode: generated latents start from it, and it is the null condition of l2t guidance.
         noise = draw_normal(generator, latents.shape).to(device)
         generates_text, generates_latent = mode != "t2l", mode != "l2t"
         z = latent.prior(noise) if generates_latent else latents
         temperature = config.resolve_temperature(mode, latents.shape[1])
-        if generates_text:  # the reverse steps treat the masked tokens as separate texts
+        if generates_text:  # the reverse steps treat the masked tokens of each sample as a text
             places, masked = is_masked.nonzero().squeeze(1).to(device), PackedLayout(counts, latents.shape[1], device)
             uniforms = draw_uniform(generator, config.steps, counts)
             decoder = (
@@ -254,7 +254,7 @@ class Sampler:
             return torch.full((batch,), value, device=device)
 
         passes = 0
-        # No step waits for the device, and none exchanges data with it.
+        # No step waits for the device or exchanges data with it.
         for step, (t, s) in enumerate(pairwise(grid)):
             positions = x.new_empty(0)
             if generates_text:
@@ -263,8 +263,8 @@ class Sampler:
                 rows = decoder.rows(step, before)
                 positions = places[rows]
             t_text, t_latent = t * fraction if generates_text else fraction, times(t if generates_latent else 0.0)
-            drawn, confidence = positions, z.new_empty(0)  # of no position, unless the network runs
-            if generates_latent or len(positions) or self.every_step:  # otherwise the prediction is not used
+            drawn, confidence = positions, z.new_empty(0)  # empty, unless the network runs
+            if generates_latent or len(positions) or self.every_step:  # otherwise nobody uses the prediction
                 logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
                 passes += batch * (1 + (config.guidance != 1))
                 # The null condition is t = 1 of the given modality: noise as latents, or only [MASK] as text.
@@ -281,7 +281,7 @@ class Sampler:
                     if words is not None:
                         logits = without_neighbors(logits, x, positions, layout, words)
                     drawn, confidence = draw_tokens(logits, decoder.uniforms[step], temperature, config.top_p)
-                    log_p = log_p.index_copy(0, rows, confidence)  # the last one of a position is that of its token
+                    log_p = log_p.index_copy(0, rows, confidence)  # the last value of a position is its token's
                     if words is not None:
                         confidence = hold_back_doubles(confidence, drawn, positions, layout, words)
             if generates_text:
@@ -299,7 +299,7 @@ def length_probabilities(model: Network, mask_id: int, latents: Tensor, t_latent
     """Return p(L) by the length head for latents [B, M, C] at noise time `t_latent`, [B, max_length] on the host."""
     batch, device = latents.shape[0], latents.device
     layout = PackedLayout((1,) * batch, latents.shape[1], device)
-    tokens = torch.full((batch,), mask_id, device=device)  # placeholder: the head does not see the text
+    tokens = torch.full((batch,), mask_id, device=device)  # a placeholder, since the head does not see the text
     ones = torch.ones(batch, device=device)
     _, _, logits, *_ = model(tokens, latents, ones, ones * t_latent, layout, tokens.new_empty(0), None)
     return logits.float().softmax(-1).cpu()
@@ -315,5 +315,5 @@ def draw_lengths(model: Network, mask_id: int, latents: Tensor, generator: Rando
 
 
 def median_lengths(p: Tensor) -> Tensor:
-    """Return the median of each distribution of lengths [B, max_length], int64 [B]: the least expected error."""
+    """Return the median of each distribution of lengths [B, max_length], int64 [B]. It has the least expected error."""
     return (p.cumsum(-1) < 0.5).sum(-1).clamp_max(p.shape[-1] - 1) + 1

@@ -20,9 +20,9 @@ TimeSampling = Literal["uniform", "logit_normal", "mode"]
 class LatentPath(ABC):
     """z_t = alpha(t) x0 + sigma(t) epsilon, with alpha(0) = 1 and alpha(1) = 0 exactly.
 
-    The `clock` of a path is an increasing function of t in which the path is smooth up to both ends; v is the path's
-    derivative with respect to it. For variance-preserving paths the clock is the angle of (alpha, sigma), and v is that
-    of Progressive Distillation (arXiv 2202.00512, appendix D). For rectified flow the clock is t.
+    The `clock` of a path is an increasing function of t. As a function of its clock, a path is smooth up to both ends,
+    and v is its derivative. For variance-preserving paths the clock is the angle of (alpha, sigma), and v is the v of
+    Progressive Distillation (arXiv 2202.00512, appendix D). For rectified flow the clock is t.
     """
 
     @abstractmethod
@@ -35,12 +35,12 @@ class LatentPath(ABC):
 
     @abstractmethod
     def clock(self, t: Tensor) -> Tensor:
-        """Return the variable that v is a derivative with respect to."""
+        """Return the variable by which v is a derivative."""
 
     def snr_slope(self, t: Tensor) -> Tensor:
         """Return -SNR'(t) for SNR = alpha^2 / sigma^2 and t in (0, 1).
 
-        By the clock c it is 2 alpha / sigma^3, as alpha b - sigma a = 1 for the velocity (a, b).
+        The slope by the clock is 2 alpha / sigma^3, since alpha b - sigma a = 1 for the velocity (a, b).
         """
         with torch.enable_grad():
             t = t.detach().requires_grad_()
@@ -53,7 +53,7 @@ class LatentPath(ABC):
 
 
 class VariancePreserving(LatentPath):
-    """Path with alpha^2 + sigma^2 = 1; subclasses define alpha^2."""
+    """Path with alpha^2 + sigma^2 = 1. Subclasses define alpha^2."""
 
     @abstractmethod
     def alpha_squared(self, t: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class CosinePath(VariancePreserving):
 
     def alpha_squared(self, t: Tensor) -> Tensor:
         start = math.cos(self.offset / (1 + self.offset) * math.pi / 2) ** 2
-        # The sine of the complement is exactly 0 at t = 1, where the cosine would leave a rounding error.
+        # The sine of the complement is exactly 0 at t = 1. The cosine would leave a rounding error.
         value = torch.sin((1 - t) / (1 + self.offset) * math.pi / 2) ** 2 / start
         return torch.where(t <= 0, torch.ones_like(value), value)  # in float32, 1 - 6e-8 would be a sigma of 2e-4
 
@@ -141,8 +141,8 @@ PATHS: dict[Process, type[LatentPath]] = {
 def stratified_times(offset: float, strata: Tensor, count: int) -> Tensor:
     """Return float64 times on a low-discrepancy grid over the global batch (VDM, arXiv 2107.00630, appendix I.1).
 
-    The grid has one time in each of `count` equal parts of [0, 1), all at the same fraction `offset` of the part.
-    `strata` are the parts, in [0, count), of the samples whose times are returned.
+    The grid has one time in each of `count` equal parts of [0, 1), always at the fraction `offset` of the part.
+    `strata` holds the part of each sample, from 0 to count - 1.
     """
     return (strata.double() / count + offset) % 1.0
 
@@ -174,9 +174,9 @@ class TimeSampler:
         return torch.sigmoid(self.location + self.scale * math.sqrt(2) * torch.erfinv(2 * clamped - 1))
 
     def importance(self, u: Tensor) -> Tensor:
-        """Return dt/du = 1 / density(t), the weight that makes a mean over the times one over uniform times.
+        """Return dt/du = 1 / density(t). With this weight a mean over the times is a mean over uniform times.
 
-        Undefined for logit_normal: its density is 0 at both ends, where the weight would be unbounded.
+        It is undefined for logit_normal, whose density is 0 at both ends, so that the weight would be unbounded.
         """
         assert self.kind != "logit_normal" and self.shift == 1
         if self.kind == "uniform":
@@ -185,6 +185,6 @@ class TimeSampler:
 
 
 UNIFORM = TimeSampler()
-MIN_TEXT_TIME = 1e-3  # of independent masks: the weight 1 / t is unbounded at 0
+MIN_TEXT_TIME = 1e-3  # lower bound for independent masks, since their weight 1 / t is unbounded at 0
 UNIFORM_TEXT = TimeSampler(lowest=MIN_TEXT_TIME)
 MAX_MODE_SCALE = 1.75  # from 2 / (pi - 2) = 1.752 on, the times of mode sampling do not increase with u

@@ -1,7 +1,7 @@
-"""Search for the text of a latent: the tokens that fit it worst are masked and generated again.
+"""Search for the text of a latent: mask the tokens that fit the latent worst, and generate them again.
 
-The network proposes texts, and how well they fit decides. A text that is nearly right has a few wrong tokens, or one
-too many or too few; those are likely the tokens without which the text fits best.
+The network proposes texts, and we keep the text that fits best. A text that is nearly right has a few wrong tokens, or
+one too many or too few. If the text fits better without a token, that token is probably wrong.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from mmldlm.diffusion.noise import RandomSource, SampleStreams, draw_uniform
 
-# Of each text that a round generates: the share of tokens that is masked, and how many are added or left out.
+# A round generates one text for each entry: the share of tokens to mask, and how many tokens to add or leave out.
 PROPOSALS = ((0.2, 0), (0.35, 1), (0.35, -1), (0.5, 0))
-PERFECT = 1 - 1e-6  # a text that fits so well is not changed
+PERFECT = 1 - 1e-6  # the search leaves a text alone if its fit is at least this
 
-# Returns float64 [k], how well texts, given as tokens, fit the latents with the given numbers: at most 1.
+# Returns float64 [k], at most 1: how well texts, given as tokens, fit the latents with the given numbers.
 Fit = Callable[[list[list[int]], Sequence[int]], Tensor]
 # Returns k texts with their [MASK] tokens filled in, for the latents with the given numbers.
 FillIn = Callable[[list[list[int]], Sequence[int], RandomSource], list[list[int]]]
@@ -32,11 +32,11 @@ def search(
     generator: RandomSource,
     every_round: bool = False,
 ) -> list[list[int]]:
-    """Return a text of each of n latents that fits at least as well as the given one.
+    """Return a text for each of n latents that fits at least as well as the given text.
 
     Args:
         texts: n texts, as tokens.
-        budget: How many texts are generated for each latent.
+        budget: How many texts to generate for each latent.
         max_length: Tokens of the longest text.
         every_round: Generate also for latents that have a perfect text.
     """
@@ -67,7 +67,7 @@ def search(
 
 
 def _gains(texts: Sequence[list[int]], numbers: Sequence[int], fit: Fit) -> list[Tensor]:
-    """Return for each token of each text how much better the text fits without it."""
+    """Return, for each token of each text, how much better the text fits without the token."""
     shorter = [[*text[:place], *text[place + 1 :]] for text in texts for place in range(len(text))]
     owners = [number for number, text in zip(numbers, texts, strict=True) for _ in text]
     return list(fit(shorter, owners).nan_to_num(-1.0).split([len(text) for text in texts]))
@@ -76,10 +76,10 @@ def _gains(texts: Sequence[list[int]], numbers: Sequence[int], fit: Fit) -> list
 def _template(
     text: list[int], gain: Tensor, uniform: Tensor, share: float, change: int, mask_id: int, max_length: int
 ) -> list[int]:
-    """Return the text with a share of its tokens masked, drawn without replacement by their gain.
+    """Return the text with a share of its tokens masked.
 
-    A token is drawn the more often the more it gains, by the Gumbel-top-k trick (arXiv 1903.06059, section 3). `change`
-    is 1 to add a mask after one of them, -1 to leave one out.
+    The masked tokens are drawn without replacement. A token with a larger gain is drawn more often (Gumbel-top-k trick,
+    arXiv 1903.06059, section 3). `change` is 1 to add a mask after one of them, and -1 to leave one of them out.
     """
     scale = gain.std(correction=0).clamp_min(1e-9)
     keys = (gain - gain.mean()) / scale - (-uniform[: len(text)].clamp(1e-12, 1 - 1e-12).log()).log()
