@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from mmldlm.settings.declaration import setting
 
 CheckpointingMode = Literal["none", "full", "selective"]
-WRAPPED_METHOD = {"full": "forward", "selective": "attention"}  # of `MMDiTBlock`
+WRAPPED_METHOD = {"full": "forward", "selective": "attention"}  # methods of `MMDiTBlock`
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class MemoryConfig:
 
     def mode_for_block(self, index: int, depth: int) -> CheckpointingMode:
         """Return the mode of the block at `index`, counted from 0, in a network of `depth` blocks."""
-        # The last block's backward comes first: it would recompute all it had freed before anything else is freed.
+        # The last block's backward comes first: it would recompute everything before any other memory is freed.
         if index >= depth - self.kept_blocks:
             return "none"
         if self.activation_checkpointing == "every_k":
@@ -54,7 +54,7 @@ KEEP_ALL = MemoryConfig()
 
 
 class Recomputed:
-    """A method of a block whose activations, while the block trains, are computed again in backward, bit for bit."""
+    """A method of a block. While the block trains, backward recomputes the method's activations, bit for bit."""
 
     def __init__(self, block: nn.Module, method: str, uses_rng: bool):
         self.block, self.function, self.uses_rng = block, getattr(block, method), uses_rng
@@ -68,8 +68,8 @@ class Recomputed:
 def checkpoint_blocks(blocks: nn.ModuleList, memory: MemoryConfig, uses_rng: bool) -> None:
     """Wrap methods of the blocks so that their activations are recomputed in backward.
 
-    A wrapped `forward` is called within the hooks of the module: those of an engine do not run again in backward. With
-    `uses_rng`, it draws random numbers, as dropout does, which the recomputation repeats.
+    The module's hooks surround a wrapped `forward`, so the hooks of an engine do not run again in backward. `uses_rng`
+    says that `forward` draws random numbers, for example in dropout: the recomputation then repeats them.
     """
     for index, block in enumerate(blocks):
         method = WRAPPED_METHOD.get(memory.mode_for_block(index, len(blocks)))

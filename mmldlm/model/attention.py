@@ -3,16 +3,16 @@
 All backends compute the same function:
 
 - `sdpa`: neighboring samples of equal length form a group (batches are sorted by length), with one call of
-  `scaled_dot_product_attention` per group. Works on every device, and is the fastest on a CPU, which has no varlen
-  kernel and no backward of FlexAttention.
-- `varlen`: one call of `torch.nn.attention.varlen` (FlashAttention) for the whole micro-batch; Ampere or newer GPUs in
-  half precision.
-- `efficient`: one call of PyTorch's memory-efficient attention (CUTLASS) for the whole micro-batch; older GPUs, and
-  fp32.
-- `math`: one masked softmax over all rows. The reference for tests; quadratic in S.
+  `scaled_dot_product_attention` per group. It works on every device, and is the fastest backend on a CPU, which has no
+  varlen kernel and no backward of FlexAttention.
+- `varlen`: one call of `torch.nn.attention.varlen` (FlashAttention) for the whole micro-batch. It needs half precision
+  and an Ampere or newer GPU.
+- `efficient`: one call of PyTorch's memory-efficient attention (CUTLASS) for the whole micro-batch, for older GPUs and
+  for fp32.
+- `math`: one masked softmax over all rows, quadratic in S. It is the reference for tests.
 
-`sdpa` reads the lengths of the samples on the host. The others read tensors alone (`JointRows`), so that
-their calls can be compiled together with the operations around them.
+`sdpa` reads the lengths of the samples on the host. The other backends read tensors alone (`JointRows`), so that
+`torch.compile` can compile their calls together with the operations around them.
 
 Shape letters: B samples, N text tokens, M latent tokens of a sample, H heads, K width of a head,
 S = B*M + N rows of the joint sequence.
@@ -62,7 +62,7 @@ def resolve_backend(
     Args:
         requested: Value of `attention.backend`.
         head_width: Channels of one head.
-        capability: Compute capability of the GPU; None if unknown, which counts as Ampere.
+        capability: Compute capability of the GPU. None, if it is unknown, counts as Ampere.
     """
     where = (device_type, precision, head_width, capability or AMPERE)
     missing: dict[Backend, str] = {"varlen": _missing("varlen", *where), "efficient": _missing("efficient", *where)}
@@ -75,9 +75,9 @@ def resolve_backend(
 
 
 def _missing(backend: Backend, device_type: str, precision: str, head_width: int, capability: tuple[int, int]) -> str:
-    """Return what varlen or efficient lacks, and what there is instead; "" if it runs."""
-    # The conditions are those of PyTorch's `sdp_utils.cpp` for `scaled_dot_product_attention`, which does not check
-    # them for calls with offsets: the kernels would raise in the first step.
+    """Return which requirement of varlen or efficient is not met, and the value found, or "" if the backend runs."""
+    # PyTorch's `sdp_utils.cpp` has these conditions for `scaled_dot_product_attention`, but does not check them for
+    # calls with offsets: the kernels would raise in the first step.
     version = ".".join(map(str, capability))
     if device_type != "cuda":
         return f"CUDA, found {device_type}"
@@ -92,7 +92,7 @@ def _missing(backend: Backend, device_type: str, precision: str, head_width: int
         return f"a GPU of compute capability 8.0 or newer, found {version}"
     if head_width % 8 or head_width > 256:
         return f"{_HEAD_WIDTH} of 8, 16, ... 256, found {head_width}"
-    # Its backward does not fit into the shared memory of these.
+    # The backward of varlen does not fit into the shared memory of these GPUs.
     if 192 < head_width <= 224 and ((8, 6) <= capability <= (8, 9) or capability >= (12, 0)):
         gpu = f"a GPU of compute capability {version}"
         return f"{_HEAD_WIDTH} of at most 192 or above 224 on {gpu}, found {head_width}"
@@ -100,16 +100,16 @@ def _missing(backend: Backend, device_type: str, precision: str, head_width: int
 
 
 class JointRows(NamedTuple):
-    """Rows of the joint sequence, in which each sample's latents come before its tokens."""
+    """Rows of the joint sequence. The latents of each sample come before its tokens."""
 
     order: Tensor  # int64 [S], indices into cat(latents, tokens)
     inverse: Tensor  # int64 [S], the inverse permutation
     offsets: Tensor  # int32 [B + 1], cumulative lengths of the samples
-    max_length: int  # no sample is longer; the same in all micro-batches, for kernels are compiled for it
+    max_length: int  # no sample is longer. All micro-batches have the same value, for which kernels are compiled
 
 
 def rows_to_attend(backend: Backend, layout: PackedLayout, max_length: int) -> PackedLayout | JointRows:
-    """Return what `joint_attention` takes with this backend; no sample has more than `max_length` tokens."""
+    """Return the rows for `joint_attention` with this backend. No sample has more than `max_length` tokens."""
     if backend not in JOINT_BACKENDS:
         return layout
     longest = max(max_length, layout.max_length) + layout.latent_tokens
@@ -138,7 +138,7 @@ def joint_attention(
 def attend_jointly(
     q: Tensor, k: Tensor, v: Tensor, rows: JointRows, backend: Backend, num_latents: int
 ) -> tuple[Tensor, Tensor]:
-    """Return what `joint_attention` does, of q, k and v [S, H, K] with each sample's latents before its tokens."""
+    """As `joint_attention`, but q, k and v are [S, H, K] with each sample's latents before its tokens."""
     streams: Tensor = _Reorder.apply(JOINT_BACKENDS[backend](q, k, v, rows), rows.inverse, rows.order)
     latents, text = streams.split([num_latents, len(streams) - num_latents])  # see `_grouped_sdpa`
     return latents, text
@@ -187,7 +187,7 @@ def _efficient(q: Tensor, k: Tensor, v: Tensor, rows: JointRows) -> Tensor:
         max_seqlen_q=rows.max_length,
         max_seqlen_k=rows.max_length,
         dropout_p=0.0,
-        custom_mask_type=0,  # none; the others are causal
+        custom_mask_type=0,  # no mask
         compute_log_sumexp=torch.is_grad_enabled(),  # for backward
     )
     return out[0]
@@ -221,5 +221,5 @@ JOINT_BACKENDS: dict[Backend, Callable[[Tensor, Tensor, Tensor, JointRows], Tens
     "efficient": _efficient,
     "math": _math,
 }
-# All others, which take the streams and their layout.
+# These backends take the two streams and their layout.
 BACKENDS: dict[str, Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]] = {"sdpa": _grouped_sdpa}

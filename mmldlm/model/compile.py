@@ -1,9 +1,9 @@
-"""Regional `torch.compile`: fused kernels for what a block computes.
+"""Regional `torch.compile`: fused kernels for the blocks and the text head.
 
 All blocks share the compiled code, and its shapes are symbolic: neither the depth nor micro-batches of other lengths
-cause a recompilation. A region is a whole block if its attention reads tensors alone (`attention.JOINT_BACKENDS`), as
-on GPUs, where text head and text loss are one more. On a CPU the shapes of the attention follow the lengths of the
-samples: there the regions are what comes before and after it in each stream.
+cause a recompilation. On a GPU, where the attention reads tensors alone (`attention.JOINT_BACKENDS`), each block is a
+region, and text head and text loss are one more. On a CPU the shapes in the attention follow the lengths of the
+samples, so each stream has one region before the attention and one after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmldlm.model.attention import JOINT_BACKENDS
 from mmldlm.model.mmdit import BlockStream, MMDiT, MMDiTBlock
 from mmldlm.settings.declaration import require_effect, setting
 
-TORN_AFTER_S, _POLL_S = 10.0, 0.5  # a linker that is alive writes on
+TORN_AFTER_S, _POLL_S = 10.0, 0.5  # a file that has not changed for this long has no linker that still writes it
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,17 @@ class Region:
         if not torch.is_grad_enabled():
             return self.function(*args)
         for leaf in tree_leaves(args):
-            # All blocks get the same index tensors; each tensor is marked once.
+            # All blocks get the same index tensors, so we mark each tensor once.
             if isinstance(leaf, torch.Tensor) and not hasattr(leaf, "_dynamo_weak_dynamic_indices"):
-                self.mark_dynamic(leaf, 0)  # rows or samples; widths are fixed
+                self.mark_dynamic(leaf, 0)  # the number of rows or samples varies, widths are fixed
         return self.compiled(*args)
 
 
 def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device, is_supported: bool = True) -> str:
-    """Compile in place the regions that the model's `backend` determines; return a description of what was compiled.
+    """Compile in place the regions that the model's `backend` determines, and return a description for the report.
 
-    If that is not what the config requests, it has the reason. Scope `auto` compiles none if the engine does not run
-    compiled regions (`is_supported`).
+    If the regions were requested but cannot be compiled, the description says why. With `is_supported` False, scope
+    `auto` compiles nothing: the engine does not run compiled regions.
     """
     if config.scope == "none" or (config.scope == "auto" and (device.type == "cpu" or not is_supported)):
         return "none"
@@ -91,7 +91,7 @@ def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device, i
         return f"none, though {config.scope} was requested: torch.compile does not run here ({reason})"
     for module, method in regions(model):
         function, options = getattr(module, method), _options(module, config.mode)
-        if isinstance(function, Recomputed):  # which stays outside of what is compiled
+        if isinstance(function, Recomputed):  # the recomputation stays outside of the compiled region
             function.function = Region(function.function, options)
         else:
             setattr(module, method, Region(function, options))
@@ -99,7 +99,7 @@ def compile_regions(model: MMDiT, config: CompileConfig, device: torch.device, i
 
 
 def _options(module: nn.Module, mode: str) -> dict[str, Any]:
-    """Return the compiler's options for a region; a whole block has one kernel that casts all of its weights."""
+    """Return the compiler's options for a region. In a whole block one kernel casts all weights."""
     import torch._inductor
 
     options: dict[str, Any] = torch._inductor.list_mode_options(mode)
@@ -110,7 +110,7 @@ def _options(module: nn.Module, mode: str) -> dict[str, Any]:
 
 
 def remove_torn_kernels() -> None:
-    """Remove what a kill has left half written in torch's cache of kernels, which would end all later starts."""
+    """Remove half-written kernels, which a killed process leaves in torch's cache: every later start would fail."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     for path in [*Path(cache_dir()).glob("*/*.so"), *Path(cache_dir()).glob("*/*.o")]:
@@ -122,17 +122,17 @@ def remove_torn_kernels() -> None:
 
 
 def _is_whole(path: Path) -> bool:
-    """Return whether an ELF file has all of its section headers, which are its end."""
+    """Return whether an ELF file has all of its section headers, which stand at its end."""
     with path.open("rb") as file:
         header = file.read(64)
-    if header[:4] != b"\x7fELF":  # nothing is written yet, or it is a file of another system
+    if header[:4] != b"\x7fELF":  # the file is still empty, or another system has written it
         return bool(header.strip(b"\0"))
     offset, entry_bytes, entries = struct.unpack_from("<Q10xHH", header.ljust(64, b"\0"), 40)
     return offset > 0 and offset + entry_bytes * entries <= path.stat().st_size
 
 
 def regions(model: MMDiT) -> list[tuple[nn.Module, str]]:
-    """Return the modules and their methods that are compiled: on GPUs the blocks, and text head and loss."""
+    """Return the regions as pairs of a module and the name of its method."""
     if model.backend in JOINT_BACKENDS:
         return [*((block, "forward") for block in model.blocks), (model, "predict_text")]
     return [

@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step in closed form, and the peak FLOP/s of GPUs, whose ratio is the MFU."""
+"""Model FLOPs of a training step in closed form, and the peak FLOP/s of GPUs. The ratio of both is the MFU."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from mmldlm.model.mmdit import MMDiT
 
 BACKWARD_FACTOR = 2  # the gradients of a matrix product are two products of its size
 
-# Dense FLOP/s of matrix products in bf16 and fp16 with sums in fp32, by the names that CUDA gives the devices. From
-# NVIDIA's data sheets and, for GeForce, its white papers of the architectures, without sparsity.
+# Dense FLOP/s (without sparsity) of matrix products in bf16 and fp16 with sums in fp32, by CUDA's name of the device.
+# The numbers come from NVIDIA's data sheets and, for GeForce, from the white papers of the architectures.
 _PEAK_FLOPS = {
     "NVIDIA A10": 125e12,
     "NVIDIA A10G": 70e12,
@@ -44,7 +44,7 @@ _PEAK_FLOPS = {
     "NVIDIA RTX 6000 Ada Generation": 364e12,
     "NVIDIA RTX A6000": 154.8e12,
 }
-# Older than bf16.
+# These GPUs have no bf16.
 _PEAK_FLOPS_FP16 = {
     "Tesla T4": 65e12,
     "Tesla V100-PCIE-16GB": 112e12,
@@ -56,9 +56,9 @@ _PEAK_FLOPS_FP16 = {
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of the device of exactly this name.
+    """Return the peak FLOP/s of the device of exactly this name, or None if it is unknown.
 
-    None if it is unknown, as for a part of a GPU (MIG), and in fp32, where it depends on the use of TF32.
+    It is unknown for a part of a GPU (MIG), for example, and in fp32, where it depends on the use of TF32.
     """
     tables = {"fp32": {}, "bf16": _PEAK_FLOPS, "fp16": _PEAK_FLOPS | _PEAK_FLOPS_FP16}
     return tables[precision].get(device_name)
@@ -68,9 +68,8 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 class ModelFlops:
     """Model FLOPs of a forward pass: matrix products and attention of real tokens, logits of masked tokens.
 
-    A backward pass has twice as many. Recomputation and padding do not count (PaLM, arXiv 2204.02311, appendix B).
-    Norms, activations and the optimizer are left out: they are about one percent. Frozen parts count as if they were
-    trained.
+    A backward pass has twice the FLOPs. Recomputation and padding do not count (PaLM, arXiv 2204.02311, appendix B). We
+    leave out norms, activations and the optimizer, which are about one percent. Frozen parts count like trained ones.
     """
 
     token: int
@@ -81,9 +80,9 @@ class ModelFlops:
 
     @classmethod
     def from_model(cls, model: MMDiT) -> ModelFlops:
-        """Count by the size of each linear layer and the kind of its rows; the network may be sharded."""
+        """Count by the size of each linear layer and the kind of its rows. The network may be sharded."""
         config, shape = model.config, model.shape
-        # The text head is no `nn.Linear`, since its matrix may be the embedding's: it is counted here.
+        # We count the text head here. It is no `nn.Linear`, since it may share the matrix of the embedding.
         flops = {"token": 0, "masked_token": 2 * config.width * shape.vocab_size, "latent_token": 0, "sample": 0}
         for name, module in model.named_modules():
             if isinstance(module, nn.Linear):
@@ -109,7 +108,7 @@ class ModelFlops:
 
 
 def _row_kind(name: str, depth: int) -> str:
-    """Return what the linear layer `name` has one row for, in a network of `depth` blocks."""
+    """Return the kind of the rows of linear layer `name`, in a network of `depth` blocks."""
     parts = name.split(".")
     if parts[0] == "text_out":
         return "masked_token"
@@ -118,6 +117,6 @@ def _row_kind(name: str, depth: int) -> str:
     if parts[0] == "blocks" and parts[3] != "modulation":
         if parts[2] == "latent":
             return "latent_token"
-        after_last_attention = parts[1] == str(depth - 1) and parts[3] != "qkv"  # runs for predicted tokens alone
+        after_last_attention = parts[1] == str(depth - 1) and parts[3] != "qkv"  # only predicted tokens get that far
         return "masked_token" if after_last_attention else "token"
     return "sample"

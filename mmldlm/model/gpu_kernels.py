@@ -1,10 +1,10 @@
-"""Triton kernels of what a GPU would otherwise spend most passes over memory on; imported on GPUs alone.
+"""Triton kernels for the operations that would otherwise pass over a GPU's memory most often.
 
 Shape letters: B samples, T rows of a stream, D width, H heads, K width of a head.
 """
 
 # mypy: disable-error-code="no-untyped-def"
-# (a kernel has no types: those of its arguments are known when it is compiled)
+# (A kernel has no type annotations: Triton knows the types of the arguments when it compiles.)
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from torch.library import triton_op, wrap_triton
 
 from mmldlm.model.ops import EPSILON, TILE_ROWS
 
-PAIRS = 64  # (row, head) pairs of a program
-NORM_NUMEL = 4096  # elements of a norm's rows, at a time
+PAIRS = 64  # pairs of a row and a head that one program processes
+NORM_NUMEL = 4096  # elements that the kernel of a norm has in registers at a time
 
 
 @triton.jit
@@ -45,8 +45,8 @@ def _store_streams(latent, text, at, text_at, values, mask, is_latent):
 def _head_places(
     part, num_rows, num_latents, heads: tl.constexpr, width: tl.constexpr, block: tl.constexpr, pairs: tl.constexpr
 ):
-    # Rows are those of cat(latents, text), pairs a row and a head. Channels k and k + K/2, which turn together, are
-    # elements of two tensors: these are the places of the former.
+    # Rows are rows of cat(latents, text), and a pair is a row and a head. Channels k and k + K/2 rotate together, so
+    # kernels hold them in two tensors. This function returns the places of channels k.
     pair = (tl.program_id(0) * pairs + tl.arange(0, pairs)).to(tl.int64)[:, None]
     row, channels = pair // heads, tl.arange(0, block)[None]
     at = ((3 * row + part) * heads + pair % heads) * width + channels
@@ -117,7 +117,7 @@ def _heads_backward_kernel(
         y = _load_streams(latent, text, at + half, text_at + half, mask, is_latent)
         rstd = tl.rsqrt(tl.sum(x * x + y * y, 1) / width + epsilon)[:, None]
         x, y = x * rstd, y * rstd
-        # The sums of programs are side by side, of latents, then of text: what adds them up is one kernel then.
+        # The sums of all programs stand side by side, so that one kernel can add them: sums of latents, then of text.
         programs, is_channel = tl.num_programs(0), channels < half
         sums_at = weight_grads + (part * width + channels) * programs + tl.program_id(0)
         tl.store(sums_at, tl.sum(tl.where(is_latent, dx * x, 0.0), 0)[None], is_channel)
@@ -127,7 +127,7 @@ def _heads_backward_kernel(
         tl.store(sums_at + half * programs, tl.sum(tl.where(is_latent, 0.0, dy * y), 0)[None], is_channel)
         dx *= _head_scale(latent_q, latent_k, text_q, text_k, part, channels, is_latent, width)
         dy *= _head_scale(latent_q, latent_k, text_q, text_k, part, channels + half, is_latent, width)
-        # RMS norm's gradient: without the component along the normalized vector, times rstd.
+        # The gradient of RMS norm drops the component along the normalized vector, and is scaled by rstd.
         projection = (tl.sum(dx * x + dy * y, 1) / width)[:, None]
         dx, dy = (dx - x * projection) * rstd, (dy - y * projection) * rstd
     _store_streams(latent_grad, text_grad, at, text_at, dx, mask, is_latent)
@@ -193,7 +193,7 @@ def _add_norm_backward_kernel(
         grad = tl.load(out_grad + at, mask, 0.0).to(tl.float32)
         shift_sum += tl.sum(grad, 0)[None]
         scale_sum += tl.sum(grad * normal, 0)[None]
-        # Layer norm's gradient: without the mean and the component along the normalized row, times rstd.
+        # The gradient of layer norm drops the mean and the component along the normalized row, and is scaled by rstd.
         grad *= scale
         grad -= (tl.sum(grad, 1) / width)[:, None] + normal * (tl.sum(grad * normal, 1) / width)[:, None]
         grad = grad * rstd + tl.load(y_grad + at, mask, 0.0)
@@ -207,7 +207,7 @@ def _add_norm_backward_kernel(
 
 
 def _heads_launch(inputs: list[Tensor]) -> tuple[tuple[int, int], dict[str, Any]]:
-    """Return the programs and the sizes of both kernels of heads."""
+    """Return the grid of programs and the sizes, for the forward and the backward kernel of heads."""
     num_latents, (num_texts, _, heads, width) = inputs[0].shape[0], inputs[1].shape
     num_rows, block = num_latents + num_texts, triton.next_power_of_2(width // 2)
     pairs, sizes = max(1, 32 * PAIRS // block), {"num_rows": num_rows, "num_latents": num_latents, "epsilon": EPSILON}
@@ -235,8 +235,9 @@ def _joint_heads_backward(grads: list[Tensor], inputs: list[Tensor]) -> tuple[Te
 class JointHeads(Function):
     """`ops.normalize_heads` of both streams into the rows of joint attention, in one pass over memory each way.
 
-    Arguments are q, k and v of latents [B*M, 3, H, K] and text [N, 3, H, K], the scales of both, cosine and sine of the
-    text's positions, and the place of each row of cat(latents, text) among the joint rows. Sums are in a fixed order.
+    The arguments are q, k and v of latents [B*M, 3, H, K] and text [N, 3, H, K], the scales of latents and text, cosine
+    and sine of the text's positions, and the place of each row of cat(latents, text) among the joint rows. All sums
+    have a fixed order.
     """
 
     @staticmethod
@@ -254,7 +255,7 @@ class JointHeads(Function):
 
 
 def _norm_launch(inputs: list[Tensor]) -> tuple[tuple[int], dict[str, Any]]:
-    """Return the programs and the sizes of both kernels of norms."""
+    """Return the grid of programs and the sizes, for the forward and the backward kernel of norms."""
     x_TD, _, gate_BD, shift_scale_B2D, *places = inputs
     width, block = x_TD.shape[1], triton.next_power_of_2(x_TD.shape[1])
     sizes = {"gate_stride": gate_BD.stride(0), "mod_stride": shift_scale_B2D.stride(0), "epsilon": EPSILON}
@@ -265,10 +266,10 @@ def _norm_launch(inputs: list[Tensor]) -> tuple[tuple[int], dict[str, Any]]:
 
 @triton_op("mmldlm::add_norm", mutates_args=())
 def add_norm(inputs: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return x + gate * branch [T, D], and in `dtype` the layer norm of it, scaled and shifted, [T, D].
+    """Return y = x + gate * branch [T, D], and the layer norm of y, scaled and shifted, in `dtype` [T, D].
 
-    Inputs are x, branch, gate and (shift, scale); then, unless row i belongs to sample i, `offsets` and `tiles` of
-    `ops.SampleRows`.
+    The inputs are x, branch, gate and (shift, scale). Unless row i belongs to sample i, `offsets` and `tiles` of
+    `ops.SampleRows` follow.
     """
     programs, sizes = _norm_launch(inputs)
     y, out = torch.empty_like(inputs[0]), torch.empty_like(inputs[0], dtype=dtype)
@@ -278,9 +279,9 @@ def add_norm(inputs: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @triton_op("mmldlm::add_norm_backward", mutates_args=())
 def add_norm_backward(grads: list[Tensor], inputs: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x and branch, and each tile's sums [tiles, 3D] of those of shift, scale and gate.
+    """Return the gradients of x and branch, and the sums of each tile's gradients of shift, scale and gate [tiles, 3D].
 
-    Inputs are those of `add_norm` with its first result in the place of x; `grads` are those of its results.
+    The inputs are the same as for `add_norm`, with y in the place of x. `grads` are the gradients of its two results.
     """
     programs, sizes = _norm_launch(inputs)
     x_grad, branch_grad = torch.empty_like(inputs[0]), torch.empty_like(inputs[1])

@@ -1,4 +1,4 @@
-"""Heads of the network: token likelihoods and text length; and the learned weights of the losses."""
+"""Heads of the network for tokens and text length, and the learned weights of the losses."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.autograd.function import once_differentiable
 from mmldlm.batch import ACCURACY_STRIDE
 from mmldlm.model.ops import matmul_dtype, runs_on_cpu
 
-CHUNK_ROWS = 256  # rows of logits in memory at a time: a sixth of the memory of all rows, at 1.1x the time
+CHUNK_ROWS = 256  # rows of logits in memory at a time: a sixth of the memory for all rows, at 1.1x the time
 GPU_CHUNK_ROWS = 4096  # kernels over fewer rows are too small for a GPU
 GPU_VOCAB_MULTIPLE = 128  # rows of logits are aligned, and fill the tiles of matrix products
-MAX_WHOLE_LOGITS = 2**30  # a GPU keeps so many for the backward pass: 35,000 rows of 30,522 tokens, 2 GiB in bf16
-MASKED_LOGIT = -1e9  # logit of tokens with probability zero; finite, so that 0 * logit is 0
+MAX_WHOLE_LOGITS = 2**30  # a GPU keeps up to 35,000 rows of 30,522 tokens for the backward pass, 2 GiB in bf16
+MASKED_LOGIT = -1e9  # logit of tokens with probability zero. It is finite, so that 0 * logit is 0
 
-Formula = Callable[[Tensor, Tensor, Tensor], Tensor]  # of logits [P, V], bias [V] and targets [P]
+Formula = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes logits [P, V], bias [V] and targets [P]
 
 
 def in_chunks(formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def in_chunks(formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Te
         return formula(_logits(hidden_PD, weight_VD, bias_V), bias_V, targets_P)
     is_float32 = matmul_dtype(weight_VD) == torch.float32
     if on_cpu and is_float32 and formula is token_nll and hasattr(F, "linear_cross_entropy"):  # from PyTorch 2.13 on
-        # Not reduced, since each token has a weight of its own.
+        # Not reduced, since tokens have different weights.
         options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=CHUNK_ROWS)
         return F.linear_cross_entropy(
             hidden_PD, weight_VD, targets_P, linear_bias=bias_V, reduction="none", options=options
@@ -41,10 +41,10 @@ def in_chunks(formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Te
 
 
 class _Chunks(Function):
-    """A formula of chunks of rows, whose logits the backward pass computes again, but for those that a GPU keeps.
+    """A formula applied to chunks of rows. The backward pass computes the logits again, unless a GPU has kept them.
 
-    The weight's gradients are added up in float32. Autograd would add them in the type of the products: in bf16, 128
-    chunks have an error of 1.6 % then, and 0.3 % here, as a single one (benchmarks/LOG.md).
+    We add up the weight's gradients in float32. Autograd would add them in the type of the products: in bf16, the sum
+    of 128 chunks would have an error of 1.6 %. Here it is 0.3 %, the error of a single chunk (benchmarks/LOG.md).
     """
 
     @staticmethod
@@ -88,7 +88,7 @@ def _row_chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _product_weight(weight_VD: Tensor, bias_V: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return weight and bias of the head's products; on a GPU with tokens of probability zero as padding."""
+    """Return weight and bias of the head's products. On a GPU they are padded by tokens of probability zero."""
     padding = 0 if runs_on_cpu(weight_VD) else -len(weight_VD) % GPU_VOCAB_MULTIPLE
     if not padding:
         return weight_VD.to(dtype), bias_V
@@ -98,12 +98,12 @@ def _product_weight(weight_VD: Tensor, bias_V: Tensor, dtype: torch.dtype) -> tu
 def token_terms(logits_PV: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
     """Return -log p(target), the log of the softmax's denominator, and the mean of -log p, [P, 3] in float32.
 
-    The mean is over all tokens whose probability is not fixed to zero (those with `bias_V` 0).
+    The mean is over all tokens whose probability is not fixed to zero, that is over all tokens with bias 0.
     """
     log_z = logits_PV.logsumexp(-1)
-    possible = bias_V == 0  # [V]: all but [MASK] and [PAD], whose logits would dominate the mean
+    possible = bias_V == 0  # [V]: False for [MASK] and [PAD], whose logits would dominate the mean
     mean = (logits_PV * possible).sum(-1) / possible.sum()
-    if torch.compiler.is_compiling():  # the gradient of `gather` takes three more passes over all logits, in float32
+    if torch.compiler.is_compiling():  # the gradient of `gather` would take three more passes over logits in float32
         is_other = torch.arange(len(bias_V), device=bias_V.device) != targets_P[:, None]
         target = logits_PV.masked_fill(is_other, 0.0).sum(-1)
     else:
@@ -121,12 +121,12 @@ def token_nll(logits_PV: Tensor, _: Tensor, targets_P: Tensor) -> Tensor:
 
 
 class TextHead(nn.Module):
-    """Token logits, in which [MASK] and [PAD] have probability zero (MDLM, arXiv 2406.07524, section 3.2.3)."""
+    """Token logits. [MASK] and [PAD] have probability zero (MDLM, arXiv 2406.07524, section 3.2.3)."""
 
     def __init__(self, width: int, vocab_size: int, suppressed_ids: tuple[int, ...], tied: bool):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab_size, width))
-        bias = torch.zeros(vocab_size, device="cpu")  # a value, also where parameters are on the meta device
+        bias = torch.zeros(vocab_size, device="cpu")  # has values even if the parameters are on the meta device
         bias[list(suppressed_ids)] = MASKED_LOGIT
         self.register_buffer("bias", bias, persistent=False)
         self.bias: Tensor
@@ -134,16 +134,16 @@ class TextHead(nn.Module):
     def forward(
         self, hidden_PD: Tensor, embedding_VD: Tensor, targets_P: Tensor | None, terms: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return logits, or likelihoods of targets, in float32; in training also which targets are the most likely.
+        """Return logits, or likelihoods of targets, in float32. In training also return which targets are most likely.
 
         Args:
             embedding_VD: Token embedding, the weight of a tied head.
             terms: With targets, return `token_terms`.
 
         Returns:
-            Logits [P, V]; with targets, their negative log likelihoods [P], or the terms [P, 3].
-            With targets, in training: bool [ceil(P / ACCURACY_STRIDE)], if every `ACCURACY_STRIDE`-th target is the
-            most likely token.
+            Without targets, the logits [P, V] and None. With targets, their negative log likelihoods [P] or the terms
+            [P, 3], and in training bool [ceil(P / ACCURACY_STRIDE)]: for every `ACCURACY_STRIDE`-th target, whether it
+            is the most likely token.
         """
         weight = embedding_VD if self.weight is None else self.weight
         if targets_P is None:
@@ -158,7 +158,7 @@ class TextHead(nn.Module):
         if self.training:
             rows, targets = hidden_PD[::ACCURACY_STRIDE], targets_P[::ACCURACY_STRIDE]
             with torch.no_grad(), torch.autocast("cpu", enabled=False):  # few rows
-                # Detached: autocast would keep the cast weight, without its gradient, for the loss.
+                # Detached, since autocast would otherwise reuse this cast weight, which has no gradient, for the loss.
                 is_best = _logits(rows.to(weight.dtype), weight.detach(), self.bias).argmax(-1) == targets
         return in_chunks(token_terms if terms else token_nll, hidden_PD, weight, self.bias, targets_P), is_best
 
@@ -166,8 +166,8 @@ class TextHead(nn.Module):
 class LengthHead(nn.Module):
     """log p(L | noised latents, t_latent), a categorical over 1..max_length (Mask-Predict, arXiv 1904.09324).
 
-    It reads the latent stream before the first block. After a joint attention the stream has seen the text's positions:
-    the head would learn to count tokens, which generation does not have yet.
+    It reads the latent stream before the first block. After a joint attention the stream has seen the text's positions,
+    and the head would learn to count tokens, but generation has no tokens yet.
     """
 
     def __init__(self, width: int, conditioning: int, max_length: int):
@@ -177,18 +177,18 @@ class LengthHead(nn.Module):
         self.out = nn.Linear(width, max_length)
 
     def forward(self, latents_BME: Tensor, time_BT: Tensor) -> Tensor:
-        """Return logits [B, max_length] in float32; column i is length i + 1."""
-        # Times 1 + time: the noise time has many times the latent's variance, and in a sum would hide it.
+        """Return logits [B, max_length] in float32. Column i is length i + 1."""
+        # Times 1 + time: in a sum, the noise time would hide the latent, whose variance is many times smaller.
         return self.out(F.silu(self.hidden(latents_BME)).mean(1) * (1 + self.time(time_BT))).float()
 
 
 class LossWeights(nn.Module):
-    """Learned log variances s of losses, which weigh them by exp(-s) (Kendall et al., arXiv 1705.07115, eq. 10).
+    """Learned log variances s of losses. The weight of a loss is exp(-s) (Kendall et al., arXiv 1705.07115, eq. 10).
 
-    Adam changes a parameter by about the learning rate per step, whatever its loss; at ten times that (`lr_multiplier`)
-    the weights keep up with their losses. The derivative of exp(-s) loss + s / 2 is as large as the loss, far above the
-    gradients of the network, and would dominate the gradient norm that is clipped. Adam is invariant to the scale of a
-    gradient, so it is made small (`grad_scale`).
+    Adam changes a parameter by about the learning rate per step, whatever its loss. At ten times that rate
+    (`lr_multiplier`) the weights keep up with their losses. The derivative of exp(-s) loss + s / 2 is as large as the
+    loss, far above the gradients of the network, and would dominate the gradient norm in clipping. Adam is invariant to
+    the scale of a gradient, so we make this gradient small (`grad_scale`).
     """
 
     lr_multiplier, grad_scale = 10.0, 0.01
@@ -201,5 +201,5 @@ class LossWeights(nn.Module):
     def forward(self) -> Tensor:
         """Return s, one per loss, in float32."""
         s = self.lr_multiplier * self.value.float()
-        # The value of s, with `grad_scale` times its gradient.
+        # This has the value of s, but `grad_scale` times its gradient.
         return s.detach() + self.grad_scale * (s - s.detach())

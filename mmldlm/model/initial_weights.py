@@ -1,7 +1,7 @@
-"""Initial weights as a function of (seed, name of the parameter, place in it).
+"""Initial weights as a function of (seed, name of the parameter, place in the parameter).
 
-No rank needs a parameter of another one, or the whole of its own: each computes the elements it holds, and the bits are
-the same under every engine, on every device and for every order of the parameters.
+Each rank computes the elements that it holds, and needs no other rank and no whole parameter. The bits are the same
+under every engine, on every device and for every order of the parameters.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mmldlm.settings.declaration import setting
 from mmldlm.utils.random_stream import random_stream
 from mmldlm.utils.short_repr import short_repr
 
-_BLOCK = 2**20  # elements that one stream draws, at most
+_BLOCK = 2**20  # one stream draws at most this many elements
 _EMBEDDINGS = re.compile(r"(.+\.safetensors)(?::(.+))?")
 
 
 @dataclass(frozen=True)
 class InitConfig:
-    """Trained weights that a new run starts from, in place of random ones. A run that resumes ignores them."""
+    """Trained weights from which a new run starts, in place of random weights. A run that resumes ignores them."""
 
     from_: str | None = setting(
         None,
@@ -56,7 +56,7 @@ class InitConfig:
 
     @property
     def embeddings_tensor(self) -> tuple[Path, str]:
-        """File and name of the tensor in `embeddings`; the name may be empty."""
+        """File and tensor name from `embeddings`. The name may be empty."""
         match = _EMBEDDINGS.fullmatch(self.embeddings or "")
         assert match is not None
         return Path(match[1]), match[2] or ""
@@ -64,14 +64,14 @@ class InitConfig:
 
 @dataclass(frozen=True)
 class Normal:
-    """A normal distribution, or a constant if `std` is 0. With several means, element i has the i-th."""
+    """A normal distribution, or a constant if `std` is 0. With several means, element i has mean i."""
 
     std: float = 0.0
     mean: float | tuple[float, ...] = 0.0
 
 
 class Taken(NamedTuple):
-    """Elements of a tensor that are read from elsewhere: the first `elements` of tensor `key` of `source`."""
+    """Elements of a tensor to read from elsewhere: the first `elements` of tensor `key` of `source`."""
 
     source: TensorSource
     key: str
@@ -86,7 +86,7 @@ class InitialWeights(TensorSource):
         self._taken: Mapping[str, Taken] = {}
 
     def replaced(self, taken: Mapping[str, Taken]) -> InitialWeights:
-        """Return these weights with the elements of other tensors in the place of theirs."""
+        """Return these weights, with some elements taken from other tensors."""
         weights = InitialWeights(self._distributions, self._shapes, self._seed)
         weights._taken = taken
         return weights
@@ -108,7 +108,7 @@ class InitialWeights(TensorSource):
         if not distribution.std:
             return torch.full((stop - start,), distribution.mean, device="cpu")
         values = np.empty(stop - start, np.float32)
-        # Of the names that exist, no two share a number; numpy takes numbers below 2**63.
+        # No two parameter names share a number. numpy takes numbers below 2**63.
         slot = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1
         for block in range(start // _BLOCK, -(-stop // _BLOCK)):
             begin, end = max(start, block * _BLOCK), min(stop, (block + 1) * _BLOCK)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmldlm.model.ops import SampleRows, Stream, linear, modulated_linear, normalize_heads, runs_on_cpu, swiglu_linear
 
-TIME_SCALE = 1000.0  # factor of t in [0, 1] before the sinusoids, which gives the range of models with 1000 steps
+TIME_SCALE = 1000.0  # factor of t in [0, 1] before the sinusoids, so that times range as in models with 1000 steps
 
 
 class HeadNorm(nn.Module):
@@ -84,7 +84,7 @@ class Modulation(nn.Module):
         if self.down is not None:
             hidden = self.down(hidden)
         mods = self.split(self.up(hidden))
-        # On a GPU a block's outputs have a gate. Outputs that are views would lose FSDP2's hook, if changed in place.
+        # On a GPU a block returns a gate. If that were a view and changed in place, it would lose FSDP2's hook.
         return mods if runs_on_cpu(hidden) else [mod._replace(gate=mod.gate.clone()) for mod in mods]
 
     def split(self, out: Tensor) -> list[ModulationOut]:
@@ -96,7 +96,7 @@ class Modulation(nn.Module):
 
 
 def modulate_at_once(modulations: Sequence[Modulation], conditioning_BT: Tensor) -> list[tuple[ModulationOut, ...]]:
-    """Return what each modulation does, in float32, by one product for all of them; their shapes are equal."""
+    """Return the outputs of all modulations in float32, by one product. All modulations have the same shape."""
     hidden = F.silu(conditioning_BT).expand(len(modulations), -1, -1)
     downs = [each.down.weight for each in modulations if each.down is not None]
     if downs:
@@ -120,12 +120,12 @@ class ModulatedLinear(nn.Linear):
     def forward(  # type: ignore[override]
         self, stream: Stream, mod: ModulationOut, rows: SampleRows | None
     ) -> tuple[Tensor, Tensor]:
-        """Return the stream [T, D] after its addition, and [T, O]; `rows` None: row i belongs to sample i."""
+        """Return the stream [T, D] after its addition, and [T, O]. If `rows` is None, row i belongs to sample i."""
         return modulated_linear(stream, mod.shift_scale, rows, self.weight, self.bias)
 
 
 class ActivatedLinear(nn.Linear):
-    """Activation, then a linear layer. SwiGLU takes inputs of twice as many channels as the layer, GELU of as many."""
+    """Activation, then a linear layer. The input of SwiGLU has twice the channels of the layer's input."""
 
     def __init__(self, hidden: int, width: int, kind: Literal["swiglu", "gelu"]):
         super().__init__(hidden, width, bias=False)

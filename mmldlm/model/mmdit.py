@@ -120,11 +120,11 @@ class DataShape:
 class Prediction(NamedTuple):
     """Outputs of the network, all in float32."""
 
-    text: Tensor  # with targets negative log likelihoods [P], or [P, 3] with `text_terms`; without them logits [P, V]
+    text: Tensor  # logits [P, V], or, with targets, negative log likelihoods [P] or (with `text_terms`) [P, 3]
     latent: Tensor  # [B, M, C], of the configured prediction type
-    length_logits: Tensor  # [B, max_length]; column i is length i + 1
-    log_variances: Tensor | None = None  # [2] of the text and the latent loss; only in training, if they are learned
-    is_best: Tensor | None = None  # bool [ceil(P / 32)]; only in training, see `TextHead.forward`
+    length_logits: Tensor  # [B, max_length], column i is length i + 1
+    log_variances: Tensor | None = None  # [2] of text and latent loss, only in training and if they are learned
+    is_best: Tensor | None = None  # bool [ceil(P / 32)], only in training, see `TextHead.forward`
 
 
 # Embedded noise times [B, T], or the modulations of attention and feed-forward, for text and latents.
@@ -154,7 +154,7 @@ class BlockStream(nn.Module):
     def residual(
         self, x_TD: Tensor, attn_THK: Tensor, mods: Sequence[ModulationOut], rows: SampleRows | None, adds: bool
     ) -> Stream:
-        """Return the stream with the gated outputs of attention and feed-forward; `adds`: with the second one added."""
+        """Return the stream with the gated outputs of attention and feed-forward. `adds`: add the second output now."""
         attended = Stream(x_TD, self.dropout(self.out(attn_THK.flatten(1))), mods[0].gate)
         x_TD, mlp_TD = self.mlp(attended, mods[1], rows)
         stream = Stream(x_TD, self.dropout(mlp_TD), mods[1].gate)
@@ -162,23 +162,24 @@ class BlockStream(nn.Module):
 
 
 class Rows(NamedTuple):
-    """Where the rows of both streams belong: the same for all blocks, but that the last keeps some tokens alone."""
+    """Where the rows of both streams belong. Only the last block has `kept`: it keeps the tokens to predict."""
 
     text: SampleRows
     latent: SampleRows | None  # None if a sample has one latent token: row i belongs to sample i
     rotary: tuple[Tensor, Tensor]  # cosine and sine [N, K/2] of the tokens' positions
     attended: PackedLayout | JointRows  # see `rows_to_attend`
     backend: Backend
-    kept: tuple[Tensor, SampleRows] | None = None  # positions int64 [P] of tokens, and their samples; None: all tokens
+    kept: tuple[Tensor, SampleRows] | None = None  # positions int64 [P] of tokens, and their samples. None: all tokens
 
 
 class MMDiTBlock(nn.Module):
     """Joint attention over both streams, then a feed-forward network for each (arXiv 2403.03206, figure 2b).
 
-    The last addition to a stream is left to what reads it next: on a GPU a kernel adds in passing.
+    The next reader of a stream makes the last addition to it: on a GPU the kernel of a norm adds in passing.
     """
 
-    keeps_inputs_alone = False  # as `forward` is recomputed in backward; with nothing left to add, inputs are fewer
+    # Whether backward recomputes `forward` from its inputs. Then the block makes all additions, to keep fewer inputs.
+    keeps_inputs_alone = False
 
     def __init__(self, config: ModelConfig, latent_width: int):
         super().__init__()
@@ -194,7 +195,7 @@ class MMDiTBlock(nn.Module):
         latent_TE, latent_qkv = self.latent.project(latent, latent_mods[0], rows.latent)
         text_attn, latent_attn = self.attention(text_qkv, latent_qkv, rows)
         text_rows = rows.text
-        if rows.kept is not None:  # nothing attends to the last block's outputs: only predicted tokens continue
+        if rows.kept is not None:  # nothing attends to the last block's outputs, so only predicted tokens continue
             positions_P, text_rows = rows.kept
             text_ND, text_attn = text_ND.index_select(0, positions_P), text_attn.index_select(0, positions_P)
         adds = self.keeps_inputs_alone or runs_on_cpu(text_ND)
@@ -204,7 +205,7 @@ class MMDiTBlock(nn.Module):
     def attention(self, text_qkv: Tensor, latent_qkv: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
         """Return the joint attention's outputs for text [N, H, K] and latents [B*M, H, K], with QK-norm.
 
-        Text positions are rotary; latent tokens have learned positions (`MMDiT.latent_position`).
+        Text positions are rotary. Latent tokens have learned positions (`MMDiT.latent_position`).
         """
         if isinstance(rows.attended, JointRows) and (kernels := gpu_kernels(text_qkv)):
             latent, text = self.latent.head_norm, self.text.head_norm
@@ -224,11 +225,11 @@ class MMDiT(nn.Module):
     Args:
         shape: What the data determine.
         text_terms: In training, return `heads.token_terms` instead of likelihoods alone.
-        initial_loss_weights: Initial values of the learned weights of text and latent loss; None: not learned.
+        initial_loss_weights: Initial values of the learned weights of text and latent loss. None: not learned.
         latent_skip: Add a learned multiple of the noised latents to the latent prediction, for epsilon and v.
     """
 
-    shards_blocks = False  # whether the weights of a block are whole in its own `forward` alone
+    shards_blocks = False  # whether only a block's own `forward` sees the whole weights of the block
 
     def __init__(
         self,
@@ -245,7 +246,8 @@ class MMDiT(nn.Module):
         width, conditioning = config.width, config.conditioning_width
         latent_width = config.resolve_latent_width(shape.latent_channels)
         self.config, self.shape, self.backend, self.precision = config, shape, backend, precision
-        # `nn.Embedding` itself draws weights, for which PyTorch on the meta device imports its compiler: seconds.
+        # Without `_weight` the embedding would draw weights. On the meta device PyTorch imports its compiler for that,
+        # which takes seconds.
         self.token_embedding = nn.Embedding(shape.vocab_size, width, _weight=torch.empty(shape.vocab_size, width))
         self.latent_in = nn.Linear(shape.latent_channels, latent_width)
         self.latent_position = nn.Parameter(torch.empty(shape.latent_tokens, latent_width))
@@ -311,13 +313,13 @@ class MMDiT(nn.Module):
             noised_latents: float32 [B, M, C].
             t_text: Noise times of the tokens, [B] in [0, 1].
             t_latent: Noise times of the latents, [B] in [0, 1].
-            layout: Which tokens belong to which sample.
-            positions: int64 [P], the tokens to predict; the text head runs on no others.
+            layout: The samples of the tokens.
+            positions: int64 [P], the tokens to predict. The text head runs on these alone.
             targets: int64 [P], their true tokens. If given, the text head returns likelihoods instead of logits.
         """
         dtype = DTYPES[self.precision]
-        # Autocast in here, so that it is the same under every engine, in training and in inference. Triton launches
-        # kernels on the current device.
+        # We enter autocast here, so that it is the same under every engine, in training and in inference. Triton
+        # launches kernels on the current device.
         autocast = torch.autocast(noised_latents.device.type, dtype, enabled=dtype != torch.float32)
         with torch.cuda.device(noised_latents.get_device()), autocast:
             if noised_latents.is_cuda:
@@ -326,7 +328,7 @@ class MMDiT(nn.Module):
             conditioning_BT = self.text_time(t_text) + latent_time_BT
             # Both streams run in float32, also under engines that hold the weights in half precision.
             latent_BME = self.latent_in(noised_latents.to(self.latent_in.weight.dtype)).float() + self.latent_position
-            # Before the blocks and without t_text: generation draws a length before there is any text.
+            # The length head sees neither the blocks nor t_text: generation draws a length before there is any text.
             length_logits = self.length_head(latent_BME, latent_time_BT)
             text = Stream(self.token_embedding(noised_tokens).float())
             latent = Stream(latent_BME.flatten(0, 1))
@@ -354,7 +356,7 @@ class MMDiT(nn.Module):
         )
 
     def _block_conditioning(self, conditioning_BT: Tensor) -> Sequence[Conditioning]:
-        """Return `conditioning` of each block. On a GPU one product for all blocks saves many small kernels."""
+        """Return the conditioning of each block. On a GPU one product for all blocks saves many small kernels."""
         if self.shards_blocks or runs_on_cpu(conditioning_BT):
             return [conditioning_BT for _ in self.blocks]
         blocks: list[MMDiTBlock] = [*self.blocks]
@@ -362,12 +364,12 @@ class MMDiT(nn.Module):
         latent = modulate_at_once([block.latent.modulation for block in blocks], conditioning_BT)
         return list(zip(text, latent, strict=True))
 
-    # The final gates are 1 + adaLN's gate: at initialization, where that is zero, gradients must pass.
+    # The final gates are 1 + adaLN's gate, since gradients must pass at initialization, where adaLN's gate is zero.
 
     def predict_text(
         self, text: Stream, conditioning_BT: Tensor, rows: SampleRows, targets_P: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Return `Prediction.text` and `is_best`; `rows` are the samples of the tokens to predict."""
+        """Return `Prediction.text` and `is_best`. `rows` has the samples of the tokens to predict."""
         (final,) = self.text_final(conditioning_BT)
         hidden_PD = self.text_out(text, final, rows)[1] * gather_rows(1 + final.gate, rows)
         # Validation's objective takes likelihoods alone (`Objective.for_validation`).
@@ -377,15 +379,15 @@ class MMDiT(nn.Module):
     def _predict_latents(
         self, latent: Stream, conditioning_BT: Tensor, rows: SampleRows | None, noised_BMC: Tensor
     ) -> Tensor:
-        """Return `Prediction.latent`; `rows` are the samples of the latent tokens."""
+        """Return `Prediction.latent`. `rows` has the samples of the latent tokens."""
         (final,) = self.latent_final(conditioning_BT)
         hidden_TE = modulated(latent, final.shift_scale, rows)[1] * gather_rows(1 + final.gate, rows)
-        # A copy: outputs that are views would lose FSDP2's hook, which starts the backward pass, if changed in place.
+        # A copy, since a view that is changed in place would lose FSDP2's hook, which starts the backward pass.
         latent_BMC: Tensor = self.latent_head(hidden_TE).unflatten(0, noised_BMC.shape[:2]).to(torch.float32, copy=True)
         if self.latent_skip is None:
             return latent_BMC
         # Epsilon and v contain a multiple of z in full precision, which no norm may touch (EDM, arXiv 2206.00364). For
-        # x0 it would be a shortcut past the text: z is close to x0 at most times (docs/method.md).
+        # x0 the skip would be a shortcut past the text, since z is close to x0 at most times (docs/method.md).
         return latent_BMC + self.latent_skip(conditioning_BT).float()[:, None] * noised_BMC
 
 

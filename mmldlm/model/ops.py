@@ -1,10 +1,10 @@
 """Element-wise operations of a block: each as a plain formula, under an autograd function that saves memory.
 
 Plain autograd saves every intermediate result. The autograd functions save their inputs alone and recompute the rest in
-backward, which also takes fewer passes over memory. Each one stands above the formula that it computes, which is what
-runs under `torch.compile`, which itself chooses what to save. All compute in float32, whatever the type of their
-inputs; SwiGLU rounds SiLU to the type of its input before the product. On a CPU they process rows, except for SwiGLU,
-in chunks that fit into a core's cache together with their results.
+backward, which also takes fewer passes over memory. Each function stands above its formula. `torch.compile` runs the
+formula, since the compiler itself chooses which results to save. All functions compute in float32, whatever the type of
+their inputs, except that SwiGLU rounds SiLU to the type of its input before the product. On a CPU all but SwiGLU
+process the rows in chunks that fit into a core's cache together with their results.
 
 Shape letters: B samples, T rows of a stream, D width, O outputs of a linear layer, H heads, K width of a head, F hidden
 width.
@@ -29,16 +29,16 @@ log = logging.getLogger(__name__)
 
 EPSILON = 1e-6
 CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
-MAX_FAKE_CHUNKS = 16  # per tensor without memory, where chunks only cost time; the memory of one stays small
-TILE_ROWS = 16  # rows of a tile; each is one program of a kernel, and one row of the sums that are left to add up
-_assumed_device: str | None = None  # not a `ContextVar`, at which compiled regions would break in two
+MAX_FAKE_CHUNKS = 16  # chunks of a fake tensor: more of them only cost time, and the memory of each is already small
+TILE_ROWS = 16  # rows of a tile. One program of a kernel processes a tile, and writes one row of sums to add up
+_assumed_device: str | None = None  # not a `ContextVar`, which would break compiled regions in two
 _gpu_kernels: dict[str, Any] = {}  # by type of device: the module, once `load_gpu_kernels` has run one of its kernels
 P = ParamSpec("P")
 
 
 @cache
 def load_gpu_kernels(device: torch.device) -> None:
-    """Load the kernels of a GPU and run one, once in a process; where Triton does not run, the formulas are used."""
+    """Load the kernels of a GPU and run one, once in a process. If Triton does not run, the formulas are used."""
     try:
         kernels = import_module("mmldlm.model.gpu_kernels")
         ones = torch.ones(1, 32, device=device)
@@ -56,7 +56,7 @@ def gpu_kernels(x: Tensor) -> Any:
 
 
 def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], Callable[P, Tensor]]:
-    """Return a decorator of a plain formula: `function` computes it, unless `torch.compile` traces it."""
+    """Return a decorator of a plain formula. `function` replaces the formula, unless `torch.compile` traces it."""
 
     def decorate(formula: Callable[P, Tensor]) -> Callable[P, Tensor]:
         @wraps(formula)
@@ -72,7 +72,7 @@ def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], C
 
 @contextmanager
 def assume_device(device_type: str) -> Iterator[None]:
-    """Compute on fake tensors, which are on the CPU, with the operators that a device of `device_type` would run."""
+    """Compute on fake tensors, which are on the CPU, with the operators for a device of `device_type`."""
     global _assumed_device
     before, _assumed_device = _assumed_device, device_type
     try:
@@ -82,20 +82,21 @@ def assume_device(device_type: str) -> Iterator[None]:
 
 
 def runs_on_cpu(x: Tensor) -> bool:
-    """Return whether computations with `x` are on a CPU; on the assumed device within `assume_device`."""
+    """Return whether computations with `x` are on a CPU. Within `assume_device` the assumed device counts."""
     return (_assumed_device or x.device.type) == "cpu"
 
 
 class SampleRows(NamedTuple):
-    """Sample of each row of a stream, in ascending order, and on a GPU its rows in tiles.
+    """The sample of each row of a stream, in ascending order, and on a GPU the tiles of the rows.
 
-    A tile has up to `TILE_ROWS` rows of one sample; some have none. `index_add_` on a GPU adds the rows of a sample by
-    atomic operations on the same memory, in an order that differs between runs. Sums of tiles, and sums from one place
-    to the next, are always in the same order.
+    A tile has up to `TILE_ROWS` rows of one sample, and some tiles are empty. On a GPU `index_add_` would add the rows
+    of a sample by atomic operations on the same memory, in an order that differs between runs. Sums over a tile, and
+    sums from one offset to the next, always have the same order.
     """
 
+    # On a CPU all but `ids` are None.
     ids: Tensor  # int64 [T], the sample of each row
-    offsets: Tensor | None = None  # int64 [B + 1], first rows of the samples, then T; None on a CPU, as are all below
+    offsets: Tensor | None = None  # int64 [B + 1], first rows of the samples, then T
     tiles: Tensor | None = None  # int64 [T // TILE_ROWS + B], the sample of each tile
     tile_offsets: Tensor | None = None  # int64 [B + 1], first tiles of the samples, then the number of tiles
 
@@ -113,8 +114,8 @@ class SampleRows(NamedTuple):
 
 
 def _sums(values_TD: Tensor, offsets: Tensor) -> Tensor:
-    """Return the sums [B, D] of the rows from one offset to the next, in float32, on a GPU."""
-    # Unchecked, since a check of the offsets would wait for the device.
+    """Return on a GPU the sums [B, D] of the rows from one offset to the next, in float32."""
+    # `unsafe` skips a check of the offsets, which would wait for the device.
     return torch.segment_reduce(values_TD.float(), "sum", offsets=offsets, axis=0, initial=0, unsafe=True)
 
 
@@ -131,7 +132,7 @@ class _GatherRows(Function):
 
 
 def gather_rows(table_BD: Tensor, rows: SampleRows | None) -> Tensor:
-    """Return the table entry of each row's sample, [T, D]. `rows` None: row i belongs to sample i."""
+    """Return the table entry of each row's sample, [T, D]. If `rows` is None, row i belongs to sample i."""
     if rows is None:
         return table_BD
     if rows.offsets is None:
@@ -140,7 +141,7 @@ def gather_rows(table_BD: Tensor, rows: SampleRows | None) -> Tensor:
 
 
 def _add_to_samples(sums_BD: Tensor | None, rows: SampleRows | None, values_TD: Tensor, num_samples: int) -> Tensor:
-    """Return the samples' sums, None for zeros, with each row's values added: the adjoint of `gather_rows`."""
+    """Add each row's values to the sum of its sample, the adjoint of `gather_rows`. `sums_BD` None stands for zeros."""
     if not runs_on_cpu(values_TD):  # one chunk
         return values_TD.float() if rows is None or rows.offsets is None else _sums(values_TD, rows.offsets)
     if sums_BD is None:
@@ -149,7 +150,7 @@ def _add_to_samples(sums_BD: Tensor | None, rows: SampleRows | None, values_TD: 
 
 
 def _row_chunks(*tensors: Any) -> Iterable[tuple[Any, ...]]:
-    """Yield the same rows of all tensors, chunk by chunk on a CPU; all at once elsewhere, or if one of them is None."""
+    """Yield the same rows of all tensors, on a CPU in chunks, otherwise, or if a tensor is None, all at once."""
     first = tensors[0]
     if not runs_on_cpu(first) or any(tensor is None for tensor in tensors):
         return [tensors]
@@ -176,13 +177,13 @@ def _scale_and_shift(
 
 
 def matmul_dtype(x: Tensor) -> torch.dtype:
-    """Return the type that a matrix product with `x` is computed in."""
+    """Return the type of a matrix product with `x`: under autocast its type, otherwise the type of `x`."""
     device_type = x.device.type
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
 def modulate(x_TD: Tensor, shift_scale_B2D: Tensor, rows: SampleRows | None) -> Tensor:
-    """Return layer_norm(x) * (1 + scale) + shift, with scale and shift of each row's sample; [T, D] in float32."""
+    """Return layer_norm(x) * (1 + scale) + shift [T, D] in float32, with scale and shift of each row's sample."""
     normal = F.layer_norm(x_TD.float(), x_TD.shape[-1:], eps=EPSILON)
     shift, scale = gather_rows(shift_scale_B2D.float(), rows).chunk(2, dim=-1)
     return normal * (scale + 1) + shift
@@ -214,11 +215,11 @@ class _ModulatedLinear(Function):
         rows, (x_dtype, mod_dtype) = ctx.rows, ctx.dtypes
         weight_grad = bias_grad = None
         if ctx.needs_input_grad[3]:
-            # The layer's input is recomputed from `normal`, so that it need not be saved as well.
+            # We recompute the layer's input from `normal`, so that we need not save it as well.
             weight_grad = _weight_grad(grad_TO, _scale_and_shift(normal, shift, scale, rows, grad_TO.dtype), weight)
         if ctx.needs_input_grad[4]:
             bias_grad = grad_TO.sum(0).to(weight.dtype)
-        # Autocast covers the forward pass only: types of products in backward are set explicitly.
+        # Autocast covers the forward pass only, so we set the types of products in backward explicitly.
         grad = grad_TO @ weight.to(grad_TO.dtype)
         x_grad, shift_grad, scale_grad = _modulation_backward(grad, normal, rstd, scale, rows)
         mod_grad = torch.cat([shift_grad, scale_grad], dim=-1).to(mod_dtype)
@@ -235,8 +236,8 @@ def _modulation_backward(
         grad = grad_chunk.float()
         shift_grad = _add_to_samples(shift_grad, chunk_rows, grad, len(scale_BD))
         scale_grad = _add_to_samples(scale_grad, chunk_rows, grad * normal, len(scale_BD))
-        # Layer norm's gradient at an input with mean 0 and rstd 1, which leave the normalized rows as they are, times
-        # rstd; the operator takes half the passes of a formula.
+        # We take layer norm's gradient at the normalized rows, whose mean is 0 and rstd 1, and multiply it by rstd. The
+        # operator takes half the passes over memory of a formula.
         mean = normal.new_zeros(len(normal), 1)
         unit_grad, *_ = torch.ops.aten.native_layer_norm_backward(
             grad * gather_rows(scale_BD, chunk_rows), normal, width, mean, mean + 1, None, None, [True, False, False]
@@ -252,7 +253,7 @@ def _weight_grad(grad_TO: Tensor, input_TI: Tensor, weight_OI: Tensor) -> Tensor
 
 
 class _HalfPrecisionLinear(Function):
-    """`F.linear` on a GPU in half precision, whose weight gradient leaves its product in float32: nothing rounds it."""
+    """`F.linear` on a GPU in half precision. Its product for the weight gradient returns float32 without rounding."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -269,7 +270,7 @@ class _HalfPrecisionLinear(Function):
 
 
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """Return `F.linear(x_TI, weight_OI, bias_O)`, by `_HalfPrecisionLinear` where it applies."""
+    """Return `F.linear(x_TI, weight_OI, bias_O)`, on a GPU in half precision by `_HalfPrecisionLinear`."""
     dtype = matmul_dtype(weight_OI)
     if x_TI.is_cuda and bias_O is None and dtype != weight_OI.dtype == torch.float32:
         return _HalfPrecisionLinear.apply(x_TI.to(dtype), weight_OI)
@@ -308,15 +309,15 @@ class _AddGated(Function):
 
 @memory_saving(_AddGated)
 def add_gated(x_TD: Tensor, gate_BD: Tensor, branch_TD: Tensor, rows: SampleRows | None) -> Tensor:
-    """Return x + gate * branch, with the gate of each row's sample; x and result are [T, D] in float32."""
+    """Return x + gate * branch, with the gate of each row's sample. x and the result are [T, D] in float32."""
     return x_TD + gather_rows(gate_BD.float(), rows) * branch_TD.float()
 
 
 class Stream(NamedTuple):
-    """A residual stream, and the output of a branch whose addition is left to what reads the stream next."""
+    """A residual stream, and the output of a branch that the next reader of the stream adds to it."""
 
     x: Tensor  # [T, D] in float32
-    branch: Tensor | None = None  # [T, D]; None: nothing is left to add
+    branch: Tensor | None = None  # [T, D], or None if nothing is left to add
     gate: Tensor | None = None  # [B, D]: the gate of each sample
 
     def added(self, rows: SampleRows | None) -> Tensor:
@@ -327,7 +328,7 @@ class Stream(NamedTuple):
 
 
 class _AddNorm(Function):
-    """`Stream.added` and `modulate` together: on a GPU one pass over memory each way."""
+    """`Stream.added` and `modulate` together. On a GPU this is one pass over memory each way."""
 
     @staticmethod
     def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
@@ -369,7 +370,7 @@ def modulated(
         x_TD = stream.added(rows)
         return x_TD, modulate(x_TD, shift_scale_B2D, rows).to(dtype)
     x, branch, gate = stream
-    if branch is None:  # once in a step: not worth kernels of its own
+    if branch is None:  # happens once in a step, and is not worth another kernel
         branch, gate = x.detach(), torch.zeros_like(shift_scale_B2D[:, : x.shape[1]])
     y_TD, out_TD = _AddNorm.apply(x, branch, gate, shift_scale_B2D, *(rows or ()), dtype)
     return y_TD, out_TD
@@ -405,7 +406,7 @@ class _SwiGLULinear(Function):
         hidden_grad = torch.empty_like(hidden)
         gate_grad, value_grad = hidden_grad.chunk(2, dim=-1)
         torch.mul(grad, silu, out=value_grad)
-        # `silu` is not needed any more: its memory takes the gradient of SiLU's output.
+        # We do not need `silu` any more, so the gradient of SiLU's output goes into its memory.
         torch.ops.aten.silu_backward.grad_input(torch.mul(grad, value, out=silu), gate, grad_input=gate_grad)
         return hidden_grad, weight_grad
 
@@ -444,10 +445,10 @@ class _NormalizeHeads(Function):
             normal = qk * rstd
             qk_grad = torch.empty_like(normal)
             _apply_rotary(grad[:, :2].float(), cosine, sine, qk_grad)
-            # Rows first: a sum over two dimensions that are not adjacent takes eight times as long on a CPU.
+            # We sum rows first. On a CPU a sum over two dimensions that are not adjacent takes eight times as long.
             weight_grad += (qk_grad * normal).flatten(1).sum(0).view(qk.shape[1:]).sum(1)
             qk_grad.mul_(weight[:, None])
-            # RMS norm's gradient: without the component along the normalized vector, times rstd.
+            # The gradient of RMS norm drops the component along the normalized vector, and is scaled by rstd.
             projection = torch.linalg.vecdot(qk_grad, normal).unsqueeze(-1) / qk.shape[-1]
             qkv_grad[:, 2] = grad[:, 2]
             torch.mul(qk_grad.addcmul_(normal, projection, value=-1), rstd, out=qkv_grad[:, :2])
@@ -465,7 +466,7 @@ def _apply_rotary(x_T2HK: Tensor, cos: Tensor | None, sin: Tensor | None, out: T
     if cos is None or sin is None:
         out.copy_(x_T2HK)
         return
-    # In half precision each of the two updates would round; a float32 buffer rounds once.
+    # In half precision each of the two updates would round. With a float32 buffer we round once.
     rotated = out if out.dtype == torch.float32 else torch.empty_like(x_T2HK)
     first, second = x_T2HK.chunk(2, dim=-1)
     first_out, second_out = rotated.chunk(2, dim=-1)
@@ -477,12 +478,12 @@ def _apply_rotary(x_T2HK: Tensor, cos: Tensor | None, sin: Tensor | None, out: T
 
 @memory_saving(_NormalizeHeads)
 def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-    """Normalize q and k to unit root mean square and scale them (arXiv 2302.05442), then rotate them; v is unchanged.
+    """Normalize q and k to unit root mean square, scale them (arXiv 2302.05442), and rotate them. v is unchanged.
 
     Args:
         qkv_T3HK: q, k and v [T, 3, H, K].
         weight_2K: Learned scales of q and k.
-        rotary: Cosine and sine [T, K/2] of each row's position; they rotate each pair of channels (k, k + K/2) of a
+        rotary: Cosine and sine [T, K/2] of each row's position. They rotate each pair of channels (k, k + K/2) of a
             head (RoFormer, arXiv 2104.09864, eq. 34). None: no rotation.
 
     Returns:

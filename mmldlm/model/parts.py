@@ -1,4 +1,4 @@
-"""Named parts of the network: which are frozen, and which loss trains which."""
+"""Named parts of the network: which parts are frozen, and which loss trains which part."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PARTS: dict[str, Part] = {
 }
 _SHARED: tuple[Part, ...] = ("text_encoder", "latent_encoder", "noise_times", "text_stream", "latent_stream")
 
-# Parts that get a gradient from a loss. Each stream attends to the other; the length head sees only the input latents.
+# Parts that get a gradient from a loss. The streams attend to each other. The length head sees only the input latents.
 PARTS_TRAINED_BY: dict[Loss, tuple[Part, ...]] = {
     "text": (*_SHARED, "text_head"),
     "latent": (*_SHARED, "latent_head"),
@@ -69,9 +69,13 @@ def freeze_parts(model: nn.Module, freeze: Sequence[Freezable]) -> None:
 
 
 def check_trainable(freeze: Sequence[Freezable], losses: Mapping[Loss, str]) -> None:
-    """Check that every loss has a part left to train; else a `ValueError` names the loss and the parts it needs.
+    """Check that every loss has a part left to train.
 
-    `losses` are those with a weight above 0, each with the setting that gives the weight.
+    Args:
+        losses: The losses with a weight above 0, and for each the setting that gives the weight.
+
+    Raises:
+        ValueError: All parts that a loss trains are frozen. The message names the loss and these parts.
     """
     frozen = frozen_parts(freeze)
     if frozen.issuperset(get_args(Part)):
