@@ -1,6 +1,6 @@
 """The run config, composed of the settings of all subsystems and read from YAML and `key.sub=value`.
 
-The functions that read and write files import pydantic and YAML: a bundle is loaded without them.
+Only the functions that read and write files import pydantic and YAML, since loading a bundle needs neither.
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run; `__post_init__` checks those that depend on several groups."""
+    """All settings of a run. `__post_init__` checks the settings that depend on several groups."""
 
     run: RunSettings = setting(RunSettings(), "the run")
     data: DataConfig = setting(DataConfig(), "the data store and its loader")
@@ -295,7 +295,7 @@ class RunConfig:
         trained = self.trained_modes
         if self.sampling.guidance != 1 and "joint" not in trained:
             raise ValueError(f"sampling.guidance: {self.sampling.guidance} needs {GUIDANCE_NEEDS}")
-        # The losses that the modes and weights train, each with the reason for the message of `check_trainable`.
+        # The losses that the run trains, each with the reason for the message of `check_trainable`.
         losses: dict[Loss, str] = {"text": "trained by l2t and joint"} if trained != ("t2l",) else {}
         if trained != ("l2t",) and self.loss.latent_weight:
             losses["latent"] = f"loss.latent_weight {self.loss.latent_weight:g}"
@@ -330,7 +330,7 @@ class RunConfig:
 
     @property
     def judged_by(self) -> str:
-        """The validation loss by which checkpoints are the best: in a sum, falling latents would hide rising texts."""
+        """The validation loss that determines the best checkpoint. In a sum, latents could hide worse texts."""
         return "validation/latent" if self.trained_modes == ("t2l",) else "validation/text"
 
     def validation_due(self, step: int, samples: int) -> bool:
@@ -345,8 +345,11 @@ class RunConfig:
 def load_config(path: Path | str | None, overrides: Sequence[str] = (), may_extend: bool = True) -> RunConfig:
     """Load the run config from a YAML file, the files that it extends, and `key.sub=value` overrides.
 
-    Without a `path` it has defaults and overrides only. The config in a run folder, which is complete, may not extend
-    others. All unknown keys and bad values are one `ConfigError` of one line.
+    Without a `path` the config has defaults and overrides only. The config in a run folder is complete, so it may not
+    extend others.
+
+    Raises:
+        ConfigError: One line names all unknown keys and bad values.
     """
     return _load(path, overrides, may_extend)[0]
 
@@ -390,7 +393,7 @@ def _load(
     try:
         return build(RunConfig, tree), layers, tree
     except ConfigError as error:
-        # With overrides the faulty value may be one of the command line's, so no file is named.
+        # The faulty value may come from an override, so then we name no file.
         source = f"{display_name(str(path))}: " if path is not None and not overrides else ""
         raise ConfigError(f"{source}{error}") from None
 
@@ -398,7 +401,11 @@ def _load(
 def resolve_precision(config: RunConfig, mixed_precision: str = "no") -> RunConfig:
     """Return the config with the precision of the run instead of auto.
 
-    The launcher's `mixed_precision` is no, bf16 or fp16; it is a `ConfigError` if the run config names another one.
+    Args:
+        mixed_precision: The launcher's setting: no, bf16 or fp16.
+
+    Raises:
+        ConfigError: The run config names another precision.
     """
     if config.precision == "auto":
         return replace(config, precision="fp32" if mixed_precision == "no" else mixed_precision)  # type: ignore[arg-type]
@@ -416,7 +423,7 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def require_paths(config: RunConfig, *keys: str) -> None:
-    """Raise ConfigError if one of these text settings is empty; data.mixture may replace data.path."""
+    """Raise `ConfigError` if one of these text settings is empty. data.mixture may replace data.path."""
     for key in keys:
         if key == "data.path" and config.data.mixture:
             continue

@@ -13,7 +13,7 @@ from mmldlm.settings.declaration import setting
 
 Weights = Literal["ema", "trained"]  # the EMA of the weights, or the weights themselves
 WEIGHTS_LABELS: dict[Weights, str] = {"ema": "EMA weights", "trained": "trained weights"}
-SWAP_CHUNK_SIZE = 2**24  # elements that are copied at once when averages and weights are swapped
+SWAP_CHUNK_SIZE = 2**24  # elements that a swap of averages and weights copies at once
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class EmaConfig:
 
 
 def decay_at(step: int, config: EmaConfig) -> float:
-    """Return the decay in optimizer step `step`, counted from 0; a function without state, so it needs no resuming.
+    """Return the decay in optimizer step `step`, counted from 0. The decay has no state to resume.
 
-    The warmup is the one of TensorFlow's `tf.train.ExponentialMovingAverage` (there `num_updates`), which is common in
-    diffusion models.
+    The warmup follows `num_updates` of TensorFlow's `tf.train.ExponentialMovingAverage`, which is common in diffusion
+    models.
     """
     return min(config.decay, (1 + step) / (10 + step)) if config.warmup else config.decay
 
@@ -56,14 +56,14 @@ class EmaWeights:
         average <- average - (1 - decay) (average - weight)
 
     This is a step of gradient descent on (average - weight)^2 / 2, or of SGD with a weight decay of 1 that maximizes
-    average * weight. So PyTorch's fused SGD computes it: without temporary memory, with few kernels for any number of
-    tensors, and skipped by a flag on the device without synchronizing the host.
+    average * weight. So PyTorch's fused SGD can compute it: without temporary memory, with few kernels for any number
+    of tensors, and with a flag on the device that skips the update without synchronizing the host.
     """
 
     def __init__(self, weights: Sequence[Tensor]):
         """Start the EMA from this rank's `weights`, float32 tensors that must be updated in place."""
         self._weights = [weight.detach() for weight in weights]
-        # Weights in half precision hardly change by rounding, and neither would their average.
+        # In half precision, rounding would swallow most of the small changes of weights and averages.
         assert all(weight.dtype == torch.float32 for weight in self._weights), "EMA: weights must be float32"
         self._averages = [weight.clone() for weight in self._weights]
         for average, weight in zip(self._averages, self._weights, strict=True):
@@ -74,12 +74,12 @@ class EmaWeights:
         """Update the EMA with the weights after a step, unless the step was skipped (`accepted`: bool [])."""
         sgd: Any = self._sgd
         sgd.param_groups[0]["lr"] = 1 - decay
-        sgd.found_inf = 1 - accepted.float()  # the flag by which `GradScaler` makes fused optimizers skip a step
+        sgd.found_inf = 1 - accepted.float()  # `GradScaler` sets this flag to make fused optimizers skip a step
         sgd.step()
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Swap the values of averages and weights in place; a second call restores both exactly."""
+        """Swap the values of averages and weights in place. A second call restores both exactly."""
         for pair in zip(self._averages, self._weights, strict=True):
             # In chunks, since a partition of ZeRO is one large tensor.
             for average, weight in zip(*(tensor.view(-1).split(SWAP_CHUNK_SIZE) for tensor in pair), strict=True):

@@ -1,6 +1,7 @@
 """Learning rate of a step: warmup, the schedule after it, scaling by the batch size, and cuts at plateaus of the loss.
 
-All but the cuts is a pure function of the step, so a resumed run has it too; the state of a plateau is in `TrainState`.
+Warmup, schedule and scaling are pure functions of the step, so they need no state to resume. The state of a plateau is
+in `TrainState`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class ScheduleConfig:
 
 
 def resolve_steps(number: int | float, total: int) -> int:
-    """Return a number of steps; below 1, `number` is a fraction of `total`, rounded up."""
+    """Return a number of steps. A `number` below 1 is a fraction of `total`, and is rounded up."""
     return math.ceil(number * total) if number < 1 else int(number)
 
 
@@ -86,7 +87,7 @@ def resolved_warmup(optim: OptimConfig, total_steps: int) -> int:
 def batch_scale(optim: OptimConfig, global_batch_size: int) -> float:
     """Return the factor of the learning rate by `optim.lr_scaling` for a step with this many samples.
 
-    linear: arXiv 1706.02677, section 2.1; sqrt: arXiv 1404.5997, keeps the variance of an update.
+    linear is from arXiv 1706.02677, section 2.1. sqrt keeps the variance of an update (arXiv 1404.5997).
     """
     power = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}[optim.lr_scaling]
     return (global_batch_size / optim.lr_reference_batch) ** power
@@ -141,7 +142,7 @@ def resolved_decay(schedule: ScheduleConfig, total_steps: int, warmup: int) -> i
 
 
 def describe_lr(total_steps: int, optim: OptimConfig, schedule: ScheduleConfig, global_batch_size: int) -> str:
-    """Return the resolved learning rate and schedule as a line for the user; the batch is that of the first step."""
+    """Return the resolved learning rate and schedule as a line for the user, for the first step's global batch size."""
     peak, warmup = batch_scale(optim, global_batch_size) * optim.lr, resolved_warmup(optim, total_steps)
     text = f"{peak:.4g}"
     if optim.lr_scaling != "none":
@@ -169,13 +170,13 @@ class Plateau:
     """
 
     def __init__(self, schedule: ScheduleConfig, state: TrainState, warmup: int, validates: bool):
-        """With `validates`, `observe` gets validation losses; otherwise `observe_training_loss` gets each step's."""
+        """If the run `validates`, call `observe` with validation losses, otherwise `observe_training_loss`."""
         self.schedule, self.state, self.warmup, self.uses_training_loss = schedule, state, warmup, not validates
-        # Number of steps over which the noisy training loss is averaged.
+        # The noisy training loss is averaged over this many steps.
         self.window = max(1, min(LOSS_WINDOW, schedule.patience // 10))
 
     def observe(self, step: int, loss: float) -> None:
-        """Update the state with the loss after `step` steps; a non-finite loss is no progress."""
+        """Update the state with the loss after `step` steps. A non-finite loss counts as no progress."""
         state, best = self.state, self.state.plateau_best
         if math.isfinite(loss) and (best is None or loss < best * (1 - self.schedule.threshold)):
             state.plateau_best, state.plateau_since = loss, step
@@ -183,7 +184,7 @@ class Plateau:
             state.lr_cuts, state.plateau_since = state.lr_cuts + 1, step
 
     def observe_training_loss(self, step: int, loss: float | None) -> None:
-        """Update the state with the training loss of `step`, counted from 1; None if the step was skipped."""
+        """Update the state with the training loss of `step`, counted from 1. The loss of a skipped step is None."""
         if loss is not None:
             self.state.plateau_losses.append(loss)
         if self.due(step) and self.state.plateau_losses:

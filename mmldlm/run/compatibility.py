@@ -37,7 +37,7 @@ def data_shape(manifest: Manifest) -> DataShape:
 
 
 def identity(config: RunConfig, store: Store) -> dict[str, Any]:
-    """Return what must be equal between a checkpoint and a run: network, tokenizer and latents."""
+    """Return the facts that must be equal between a checkpoint and a run: network, tokenizer and latents."""
     manifest = store.manifest
     return {
         "model": asdict(config.model),
@@ -49,7 +49,7 @@ def identity(config: RunConfig, store: Store) -> dict[str, Any]:
 
 
 def saved_identity(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the `identity` of a checkpoint by the settings of this version; added ones have their defaults."""
+    """Return the `identity` of a checkpoint with the settings of this version. New settings have their defaults."""
     saved = current(checkpoint.info["identity"], str(checkpoint.path), is_record=True)
     defaults = {"model": asdict(ModelConfig()), "latent": asdict(LatentConfig())}
     return saved | {group: json.loads(json.dumps(values)) | saved[group] for group, values in defaults.items()}
@@ -76,7 +76,7 @@ def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) ->
 
 
 def saved_latent_stats(checkpoint: Checkpoint, store: Store) -> LatentInfo:
-    """Return the latents of `store` with the standardization that a checkpoint was trained with."""
+    """Return the latents of `store` with the standardization with which a checkpoint was trained."""
     saved = LatentInfo.from_json(json.loads(checkpoint.file(LATENTS_NAME).read_bytes()))
     numbers = np.array([saved.rms, saved.max_norm, *saved.mean], float)
     if len(saved.mean) != store.manifest.latent.channels or not np.isfinite(numbers).all() or saved.rms <= 0:
@@ -87,16 +87,17 @@ def saved_latent_stats(checkpoint: Checkpoint, store: Store) -> LatentInfo:
 
 def match_training_data(checkpoint: Checkpoint, store: Store) -> Store:
     """Return `store` with the standardization of latents, and at least the maximal length, of the training data."""
-    # The network has the sizes of its training data: a store with shorter texts gets the larger limit.
+    # The network has the sizes of its training data, so a store with shorter texts gets the larger limit.
     max_length = max(store.manifest.max_length, checkpoint.info["identity"]["data"]["max_length"])
     latents = saved_latent_stats(checkpoint, store)
     return store.with_manifest(replace(store.manifest, latent=latents, max_length=max_length))
 
 
 def saved_ema(checkpoint: Checkpoint, model: nn.Module) -> TensorFiles | None:
-    """Open the EMA of the trained weights for the unwrapped `model`; None if the checkpoint has none.
+    """Open the EMA of the trained weights for the unwrapped `model`. Return None if the checkpoint has no EMA.
 
-    Tensors that do not match the parameters that were trained are a `DataError`.
+    Raises:
+        DataError: The tensors do not match the trained parameters.
     """
     ema = TensorFiles.find(checkpoint, "ema")
     if ema is not None:

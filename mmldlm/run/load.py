@@ -1,7 +1,7 @@
-"""Load a trained run, or a bundle of one: config, data and weights, ready to sample and evaluate.
+"""Load a trained run or a bundle: config, data and weights, ready to sample and evaluate.
 
-A bundle (`mmldlm export`) is a checkpoint of the weights alone, with `BUNDLE_CONFIG` in place of a run's `config.yaml`,
-and with a description of the data in `DESCRIPTION`, as a run folder has one.
+A bundle (`mmldlm export`) is a checkpoint of the weights alone. It has `BUNDLE_CONFIG` in place of a run's
+`config.yaml`, and like a run folder it has a description of the data in `DESCRIPTION`.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class LoadedRun:
     step: int
     weights: Weights  # which weights the model has
     has_ema: bool  # whether the checkpoint has an EMA besides the trained weights
-    info: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint: versions, revision and data of its run
+    info: Mapping[str, Any] = field(default_factory=dict)  # the checkpoint's versions, revision and data
 
     @functools.cached_property
     def words(self) -> Tensor:
-        """Which tokens are words, bool [V]."""
+        """Mask of the tokens that are words, bool [V]."""
         is_word = torch.zeros(self.store.manifest.vocab_size, dtype=torch.bool)
         is_word[list(self.tokenizer.word_ids)] = True
         return is_word.to(self.device)
@@ -83,7 +83,7 @@ class LoadedRun:
 
     @functools.cached_property
     def chooser(self) -> LatentEncoder | None:
-        """`encoder`; None, with a notice on stderr, if it cannot be loaded here."""
+        """`encoder`, or None, with a notice on stderr, if the encoder cannot be loaded here."""
         try:
             return self.encoder
         except MmldlmError as error:
@@ -91,7 +91,7 @@ class LoadedRun:
             return None
 
     def sampler(self, config: SamplingConfig, every_step: bool = False) -> Sampler:
-        """Return the network with how to generate with it."""
+        """Return a sampler of the network."""
         return Sampler(
             self.model, self.objective.text, self.objective.latent, config, self.words, every_step=every_step
         )
@@ -101,7 +101,7 @@ class LoadedRun:
 
 
 def add_run_options(parser: ArgumentParser) -> None:
-    """Add the run, and the options that replace its newest checkpoint, data store and weights, to a parser."""
+    """Add the run to a parser, and the options that replace its newest checkpoint, data store and weights."""
     parser.add_argument("run", type=Path, help="run folder, or bundle of `mmldlm export`")
     parser.add_argument("--checkpoint", type=Path, help="checkpoint folder; default: the newest valid one")
     parser.add_argument("--data", help="data store, if it is no longer at the config's data.path")
@@ -113,25 +113,25 @@ def add_run_options(parser: ArgumentParser) -> None:
 
 
 def add_settings(parser: ArgumentParser) -> None:
-    """Add the settings that replace the run's own; `parse_intermixed_args` takes them at any place."""
+    """Add settings that replace the settings of the run. `parse_intermixed_args` takes them at any place."""
     parser.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="settings that replace the run's own, such as sampling.steps=8"
     )
 
 
 def add_search(parser: ArgumentParser) -> None:
-    """Add `--search`, which is a setting that many want to vary; see `given_settings`."""
+    """Add `--search`, a setting that many users want to vary. See `given_settings`."""
     parser.add_argument("--search", metavar="N", help="l2t: texts to generate for a latent; as sampling.search=N")
 
 
 def given_settings(options: Namespace) -> list[str]:
-    """Return the settings that replace the run's own, by the options of `add_settings` and `add_search`."""
+    """Return the settings from the options of `add_settings` and `add_search`."""
     search = getattr(options, "search", None)
     return [*options.settings, *([f"sampling.search={search}"] if search else [])]
 
 
 def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the config of a run's latest start, or of a bundle; raise `DataError` if the folder is neither."""
+    """Return the config of a run's latest start, or of a bundle. Raise `DataError` if the folder is neither."""
     path, bundled = Path(run_dir) / CONFIG_NAME, Path(run_dir) / BUNDLE_CONFIG
     if bundled.is_file():
         return _bundle_config(bundled, overrides)
@@ -155,14 +155,14 @@ def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
             config = restore(RunConfig, tree)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ConfigError, ValueError) as error:  # of another version
+    except (ConfigError, ValueError) as error:  # e.g. the config of another version
         raise DataError(f"{path}: {truncate(str(error), 400)}; expected the config of `mmldlm export`") from None
     if not overrides:
         return config
     overrides = current_overrides(overrides)
     try:
         from mmldlm.settings.fields import build, set_dotted
-    except ImportError:  # without YAML and pydantic, which a bundle does not need
+    except ImportError:  # YAML or pydantic is missing, and a bundle does not need them
         return restore(RunConfig, _with_json(tree, overrides))
     for assignment in overrides:
         set_dotted(tree, assignment)
@@ -170,7 +170,7 @@ def _bundle_config(path: Path, overrides: Sequence[str]) -> RunConfig:
 
 
 def _with_json(tree: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """Return the tree of a config with values as in JSON, which `restore` checks."""
+    """Return the tree of a config with overrides whose values are JSON. `restore` checks the values."""
     for assignment in overrides:
         key, _, text = assignment.partition("=")
         *groups, name = key.split(".")
@@ -188,7 +188,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def newest_checkpoint(run_dir: Path | str, config: RunConfig) -> Checkpoint:
-    """Return the newest intact checkpoint of a run, or the bundle; raise `DataError` if there is none."""
+    """Return the newest intact checkpoint of a run, or the bundle. Raise `DataError` if there is none."""
     if (Path(run_dir) / BUNDLE_CONFIG).is_file():
         return verify_checkpoint(Path(run_dir))
     checkpoint = CheckpointStore(Path(run_dir) / "checkpoints", config.checkpoint.retention).newest(repair=False)
@@ -198,7 +198,7 @@ def newest_checkpoint(run_dir: Path | str, config: RunConfig) -> Checkpoint:
 
 
 def _open_data(folder: Path, config: RunConfig) -> Store:
-    """Open the data of a run; if it is gone, or of a bundle, the description of it in the folder."""
+    """Open the data of a run. For a bundle, or if the data is gone, open the description of the data in the folder."""
     paths = [*config.data.mixture] or [config.data.path]
     gone = next((path for path in paths if not path or not Path(path).is_dir()), None)
     if gone is None:
@@ -213,7 +213,7 @@ def _open_data(folder: Path, config: RunConfig) -> Store:
 
 
 def choose_weights(saved: Checkpoint, requested: Weights | None, has_ema: bool, evaluate_ema: bool) -> Weights:
-    """Return the weights to use: of a bundle its only ones, otherwise as in `load_run`."""
+    """Return which weights to use. A bundle has only one kind. For a run see `load_run`."""
     available: Sequence[Any] = [saved.info["weights"]] if "weights" in saved.info else ["trained", "ema"][: 1 + has_ema]
     if requested is not None and requested not in available:
         missing = "no EMA of the weights (ema.decay)" if requested == "ema" else "no trained weights besides the EMA"
@@ -235,16 +235,16 @@ def load_run(
 
     Args:
         run_dir: Run folder, or bundle of `mmldlm export`.
-        checkpoint: Checkpoint folder; by default the newest intact checkpoint of the run.
+        checkpoint: Checkpoint folder. By default the newest intact checkpoint of the run.
         data: Path of a data store that replaces the config's data.
-        weights: "ema" or "trained"; by default the EMA if the checkpoint has one, unless `ema.evaluate` is false.
-        settings: Settings KEY=VALUE that replace those of the run, see `REPLACEABLE`.
+        weights: "ema" or "trained". By default the EMA if the checkpoint has one, unless `ema.evaluate` is false.
+        settings: Settings KEY=VALUE that replace settings of the run, see `REPLACEABLE`.
         device: By default the GPU, if there is one.
 
     Raises:
         ConfigError: A setting cannot be replaced, or is out of bounds.
-        DataError: The folder is not a run, has no checkpoint or no EMA though it was requested, or the data store is
-            missing or has changed.
+        DataError: The folder is not a run, has no checkpoint or not the requested EMA, or the data store is missing or
+            has changed.
     """
     folder = Path(run_dir)
     for setting in settings:
@@ -267,12 +267,12 @@ def load_run(
             ema = saved_ema(saved, model)
             weights = choose_weights(saved, weights, ema is not None, config.ema.evaluate)
             tensors = TensorFiles.open(saved, "model")
-            # The EMA has only the parameters that were trained: frozen ones come from the model's tensors.
+            # The EMA has only the trained parameters. Frozen parameters come from the model's tensors.
             load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
             for name, tensor in model.state_dict().items():
                 if not tensor.isfinite().all():
                     raise DataError(f"{saved.path}: {name} has values that are not finite, expected a trained network")
-            if "alignment" in saved.tensors:  # its latents were vectors of another encoder
+            if "alignment" in saved.tensors:  # the latents of such a bundle were vectors of another encoder
                 raise DataError(f"{folder}: a bundle of `mmldlm align`, which is gone, {REMOVED_WORDS['align']}")
             tokenizer = Tokenizer.load(saved.file("tokenizer/tokenizer.json"))
             if tokenizer.identity != store.manifest.tokenizer["sha256"]:
@@ -293,15 +293,17 @@ def load_run(
     except (DataError, OSError):
         if is_other or saved.path.exists():
             raise
-    # The run has removed this checkpoint meanwhile, and has a newer one.
+    # Meanwhile the run has removed this checkpoint, and has a newer one.
     return load_run(run_dir, None, data, weights, settings, device)
 
 
 def load_run_on_all_ranks(options: Namespace, processes: Collectives) -> LoadedRun:
-    """Load the run that the options name, with their settings, the same checkpoint on every rank (collective)."""
+    """Load the run and the settings that the options name, with the same checkpoint on every rank (collective)."""
     checkpoint = options.checkpoint
     with processes.raise_on_all_ranks("loading of the run"):
-        if checkpoint is None and processes.is_main:  # once for all ranks, as a running run may save another one
+        if (
+            checkpoint is None and processes.is_main
+        ):  # one rank chooses, since a running run may save another checkpoint
             checkpoint = newest_checkpoint(options.run, run_config(options.run)).path
     checkpoint = processes.gather(str(checkpoint), "choice of the checkpoint")[0]
     try:

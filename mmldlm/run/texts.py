@@ -1,4 +1,4 @@
-"""How well texts fit the latents that they are generated from, by the encoder of a run."""
+"""How well generated texts fit their latents, by the encoder of a run."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from mmldlm.run.load import LoadedRun
 
 
 def fit_of(run: LoadedRun, search: int | None) -> Fit:
-    """Return how well texts fit latents: the cosine of their latent by the run's encoder, on its own scale.
+    """Return a function that compares texts with latents: the cosine of the text's latent by the run's encoder.
 
-    The encoder is loaded only where there is a choice, and a run whose encoder cannot be loaded does without, unless
-    its texts are improved by a `search` of so many passes (`SamplingConfig.search`): that is a `UsageError`.
+    The function loads the encoder when it is first called. If the encoder cannot be loaded, all fits are NaN.
+
+    Args:
+        search: `SamplingConfig.search`.
+
+    Raises:
+        UsageError: `search` is set, but the encoder cannot be loaded.
     """
     if search and run.chooser is None:
         raise UsageError(f"sampling.search: expected a run whose encoder can be loaded, found {search}")

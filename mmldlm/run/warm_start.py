@@ -1,4 +1,4 @@
-"""Warm starts (`init`): a new run takes tensors of a trained network, or of any file, as its weights at step 0."""
+"""Warm starts (`init`): a new run takes its weights at step 0 from a trained network, or from any file of tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mmldlm.utils.files import sha256
 from mmldlm.utils.short_repr import display_name, truncate
 
 _EMBEDDING = "token_embedding.weight"
-_LENGTH_ROWS = "length_head.out."  # row i is about length i + 1, whatever the longest sample
+_LENGTH_ROWS = "length_head.out."  # row i stands for length i + 1 in every network, so rows can be taken one by one
 
 
 class WarmStart(NamedTuple):
@@ -37,15 +37,18 @@ class WarmStart(NamedTuple):
     weights: InitialWeights
     latents: LatentInfo  # standardization of the latents that these weights expect
     notes: list[str]  # for the user
-    origin: dict[str, Any]  # for the start-up report and checkpoints; bundles have it, so it names no folders
+    origin: dict[str, Any]  # for the start-up report and checkpoints. It names no folders, since bundles contain it
 
 
 def find_source(init: InitConfig) -> dict[str, str]:
-    """Verify what `init` names, on one rank for all; what is missing or damaged is a `DataError`.
+    """Verify the files that `init` names, on one rank for all.
 
     Returns:
-        "checkpoint": the folder, and "manifest": SHA-256 of its manifest, with `init.from`; "embeddings": SHA-256 of
-        the file, with `init.embeddings`.
+        With `init.from`: "checkpoint", the folder, and "manifest", the SHA-256 of its manifest. With `init.embeddings`:
+        "embeddings", the SHA-256 of the file.
+
+    Raises:
+        DataError: A file is missing or damaged.
     """
     source: dict[str, str] = {}
     if init.from_:
@@ -64,13 +67,15 @@ def find_source(init: InitConfig) -> dict[str, str]:
 
 
 def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initial: InitialWeights) -> WarmStart:
-    """Choose the weights that are taken from what `find_source` returned; none are read yet.
+    """Choose which weights to take from the result of `find_source`, without reading them.
 
-    An entry of `init.skip` that names no weight is a `ConfigError`, a tensor that cannot be taken a `DataError`.
+    Raises:
+        ConfigError: An entry of `init.skip` names no weight.
+        DataError: A tensor does not fit.
     """
     shapes = {name: tensor.shape for name, tensor in initial.meta().items()}
     taken: dict[str, Taken] = {}
-    new: dict[str, str] = {}  # why, by name
+    new: dict[str, str] = {}  # the reason, by name
     latents, notes, origin = store.manifest.latent, [], dict[str, Any]()
     if "checkpoint" in source:
         path = Path(source["checkpoint"])
@@ -85,7 +90,7 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
             differing = diff_configs(saved_identity(checkpoint)[group], identity(config, store)[group], f"{group}.")
             notes += [f"  other settings there: {display_name(line)}" for line in differing]
         if "latent_in.weight" in taken:
-            # The bound on norms holds for both, on the scale of these weights.
+            # The bound on norms must hold for the latents of both, on the scale of the weights that we take.
             saved = saved_latent_stats(checkpoint, store)
             shift = float(np.linalg.norm(np.subtract(saved.mean, latents.mean)))
             max_norm = max(saved.max_norm, (latents.max_norm * latents.rms + shift) / saved.rms)
@@ -114,7 +119,7 @@ def warm_start(source: Mapping[str, str], config: RunConfig, store: Store, initi
 def _match(
     checkpoint: Checkpoint, files: TensorFiles, config: RunConfig, store: Store, shapes: Mapping[str, torch.Size]
 ) -> tuple[dict[str, Taken], dict[str, str]]:
-    """Return the tensors to take as `InitialWeights.replaced` has them, and why each of the others is new."""
+    """Return the tensors to take, for `InitialWeights.replaced`, and why each of the other tensors is new."""
     saved, skip = files.meta(), config.init.skip
     names, changed = [*dict.fromkeys([*shapes, *saved])], _changed_modules(checkpoint, config, store)
     for entry in skip:
@@ -130,7 +135,7 @@ def _match(
             new[name] = reason
         elif here == there or (name.startswith(_LENGTH_ROWS) and here and there and here[1:] == there[1:]):
             taken[name] = Taken(files, name, min(shapes[name].numel(), saved[name].numel()))
-            new[name] = "longer texts"  # for what remains, if anything does
+            new[name] = "longer texts"  # applies to the elements that remain, if there are any
         else:
             sizes = ["missing" if shape is None else list(shape) for shape in (there, here)]
             misfits.append(f"{display_name(name)} is {sizes[0]} there and {sizes[1]} here")
@@ -143,7 +148,7 @@ def _match(
 
 
 def _changed_modules(checkpoint: Checkpoint, config: RunConfig, store: Store) -> dict[str, str]:
-    """Return the modules whose weights mean nothing here, as the data or the objective are others, and why."""
+    """Return the modules whose weights mean nothing here, and why: another tokenizer, latents or objective."""
     saved, current = saved_identity(checkpoint), identity(config, store)
     changed = {"loss_weights": "the objective"}
     if saved["tokenizer"] != current["tokenizer"]:
@@ -157,7 +162,7 @@ def _changed_modules(checkpoint: Checkpoint, config: RunConfig, store: Store) ->
 
 
 def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> Taken:
-    """Return the file of `init.embeddings`, the name of its matrix, and how many elements that has."""
+    """Return the file of `init.embeddings`, the name of its matrix, and the number of elements."""
     (path, key), manifest = init.embeddings_tensor, store.manifest
     files = TensorFiles.of_file(path)
     tables = {name: each.shape for name, each in files.meta().items() if each.ndim == 2 and each.is_floating_point()}
@@ -168,7 +173,7 @@ def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> Taken
         names = truncate(", ".join(map(display_name, tables)) or "none", 300)
         raise DataError(f"init.embeddings: {path}: its matrices are {names}; expected {path}:NAME with one of them")
     rows, width = tables[key]
-    # A tokenizer without [MASK] and [PAD] gets them from `prepare`, behind its own tokens.
+    # If a tokenizer has no [MASK] and [PAD], `prepare` adds them behind the other tokens.
     if width != shape[1] or rows > shape[0] or not {*range(rows, shape[0])} <= {manifest.mask_id, manifest.pad_id}:
         raise DataError(
             f"init.embeddings: {path}: {display_name(key)} is {[rows, width]}, expected {list(shape)}: the vocabulary "
@@ -181,12 +186,12 @@ def _open_embeddings(init: InitConfig, store: Store, shape: torch.Size) -> Taken
 
 
 def _is_named(name: str, entry: str) -> bool:
-    """Return whether an entry of `init.skip`, a part or a pattern, names a parameter."""
+    """Return whether an entry of `init.skip`, that is a part or a pattern, covers a parameter."""
     return fnmatchcase(name, entry) or _part(name) in frozen_parts([entry])  # type: ignore[list-item]
 
 
 def _part(name: str) -> str:
-    """Return the part of a parameter; "" if the name is no parameter's, as a file may have any names."""
+    """Return the part of a parameter, or "" for any other name that a file may contain."""
     with suppress(KeyError, IndexError):
         return part_of(name)
     return ""

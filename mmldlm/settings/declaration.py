@@ -1,7 +1,7 @@
 """Declaration of settings: dataclasses whose fields carry documentation and bounds.
 
-A setting is declared once, with `setting(default, doc, ...)`, in the dataclass next to the code that reads it. This
-module needs the standard library only, so that a trained network can be loaded without pydantic and YAML: `restore`
+Each setting is declared once, with `setting(default, doc, ...)`, in the dataclass next to the code that reads it. This
+module needs the standard library only, so that you can load a trained network without pydantic and YAML: `restore`
 reads the config of a bundle. `fields` builds the dataclasses from configs that people write.
 """
 
@@ -43,14 +43,14 @@ def setting(
 ) -> Any:
     """Return a dataclass field for a setting.
 
-    `doc` is one line for `docs/settings.md`. The bounds of a number are inclusive (`at_least`, `at_most`) or exclusive.
-    `advice` is how to choose the value, if there is a choice to make and something is known about it.
+    `doc` is one line for `docs/settings.md`. The bounds `at_least` and `at_most` are inclusive, `above` and `below` are
+    exclusive. `advice` says how to choose the value, if there is something to say.
     """
     bounds = {"ge": at_least, "gt": above, "le": at_most, "lt": below}
     metadata = {
         "doc": doc,
         "advice": advice,
-        # What follows are pydantic's names.
+        # From here on the names are pydantic's.
         "description": ". ".join(filter(None, (doc, advice))),
         **{name: bound for name, bound in bounds.items() if bound is not None},
     }
@@ -60,7 +60,7 @@ def setting(
 
 
 def require_effect(settings: Any, name: str, under: str, *values: str) -> None:
-    """Raise `ValueError` if the setting `name` is set, but not read since the setting `under` is none of `values`."""
+    """Raise `ValueError` if `name` is set, but has no effect because the setting `under` is none of `values`."""
     default = next(field.default for field in dataclasses.fields(settings) if field.name == name)
     value = getattr(settings, under)
     if value not in values and getattr(settings, name) != default:
@@ -87,7 +87,7 @@ def key_of(field: dataclasses.Field[Any]) -> str:
 
 
 def dump(value: Any) -> Any:
-    """Return a settings dataclass as nested dicts and lists in order of declaration; `build` reads it back."""
+    """Return a settings dataclass as nested dicts and lists in order of declaration. `build` reads them back."""
     if dataclasses.is_dataclass(value):
         return {key_of(field): dump(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -104,10 +104,13 @@ def flat_settings(settings: Any) -> dict[str, Any]:
 
 
 def restore(cls: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
-    """Build the dataclass `cls` from the JSON values of its `dump`; missing keys take their defaults.
+    """Build the dataclass `cls` from the JSON values of its `dump`. Missing keys take their defaults.
 
-    It is a `ConfigError` if a key is unknown, or a value is of another type or out of bounds. `prefix` is the dotted
-    key of `tree` with a trailing dot, for messages.
+    Args:
+        prefix: Dotted key of `tree` with a trailing dot, for messages.
+
+    Raises:
+        ConfigError: A key is unknown, or a value has the wrong type or is out of bounds.
     """
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{prefix.rstrip('.') or 'config'}: expected keys below it, found {short_repr(tree)}")
@@ -133,12 +136,12 @@ def restore(cls: type[T], tree: Mapping[str, Any], prefix: str = "") -> T:
         settings[field.name] = value
     try:
         return cls(**settings)
-    except ValueError as error:  # of __post_init__, whose message begins with the name of the setting
+    except ValueError as error:  # raised by __post_init__, with a message that begins with the name of the setting
         raise ConfigError(f"{prefix}{error}") from None
 
 
 def _is_of(hint: Any, value: Any) -> bool:
-    """Return whether a value has the type of a setting; numbers are finite."""
+    """Return whether a value has the type of a setting. Infinite numbers and NaN have not."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Literal:
         return value in args

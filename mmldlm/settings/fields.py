@@ -1,7 +1,7 @@
 """Typed, strict settings: dataclasses from nested mappings and `key.sub=value`, and back.
 
-pydantic checks a config against the dataclasses whose fields `declaration.setting` declares: unknown keys, wrong types
-and values out of bounds are reported together.
+pydantic checks a config against the dataclasses whose fields `declaration.setting` declares. It reports unknown keys,
+wrong types and values out of bounds together.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
 T = TypeVar("T")
 
-MAX_PROBLEMS = 8  # reported for one config
+MAX_PROBLEMS = 8  # a message reports at most this many problems of a config
 MAX_MESSAGE_CHARS = 1600
-MAX_SUGGESTIONS = 3  # for one key
-_MIN_LIKENESS = 0.75  # of a key that a message suggests
+MAX_SUGGESTIONS = 3  # for one unknown key
+_MIN_LIKENESS = 0.75  # a message suggests keys that are at least this similar
 
 
 def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
-    """Apply one `key.sub=value` override to `tree`; the value is YAML, and a key of digits is an integer as in YAML."""
+    """Apply one `key.sub=value` override to `tree`. The value is YAML, and a key of digits is an integer as in YAML."""
     key, equals, value = assignment.partition("=")
     if not equals or not key:
         raise ConfigError(f"expected key=value, found {short_repr(assignment)}")
@@ -48,21 +48,22 @@ def set_dotted(tree: dict[Any, Any], assignment: str) -> None:
 def build(cls: type[T], tree: Mapping[str, Any]) -> T:
     """Build the dataclass `cls` from nested mappings.
 
-    A `ConfigError` of one line has up to `MAX_PROBLEMS` unknown keys (and the nearest valid ones), wrong types and
-    values out of bounds.
+    Raises:
+        ConfigError: Keys are unknown, or values have wrong types or are out of bounds. One line names up to
+            `MAX_PROBLEMS` of them, and the nearest valid keys.
     """
     return _validate(cls, tree)
 
 
 def check_partial(cls: type, tree: Mapping[str, Any]) -> None:
-    """Check some of the settings of `cls` without the checks across settings, which other files may satisfy."""
+    """Check some of the settings of `cls`, but not the checks across settings, which other files may satisfy."""
     _validate(cls, tree, is_partial=True)
 
 
 def _validate(cls: type, tree: Mapping[str, Any], is_partial: bool = False) -> Any:
-    """Return what `build` does; with `is_partial`, None if nothing but checks across settings fail."""
+    """As `build`. With `is_partial`, return None if only checks across settings fail."""
     try:
-        # As JSON, since pydantic's strict mode then takes lists for tuples and maps for dataclasses.
+        # We pass JSON, since pydantic's strict mode then takes lists for tuples and maps for dataclasses.
         text = json.dumps(tree, default=str)
     except (TypeError, ValueError, RecursionError) as error:  # keys that are no text, or a map that contains itself
         raise ConfigError(f"expected settings that JSON can express: {truncate(str(error))}") from None
@@ -76,12 +77,12 @@ def _validate(cls: type, tree: Mapping[str, Any], is_partial: bool = False) -> A
 
 @functools.cache
 def type_adapter(cls: type) -> TypeAdapter[Any]:
-    """Return pydantic's view of the dataclass `cls`, with the keys of `key_of`; numbers are finite."""
+    """Return pydantic's view of the dataclass `cls`, with the keys of `key_of`. Numbers must be finite."""
     config = ConfigDict(extra="forbid", alias_generator=lambda name: name.rstrip("_"), strict=True, allow_inf_nan=False)
     return TypeAdapter(with_config(config)(cls))
 
 
-# By pydantic's type of the error: what was expected, with names of the error's context.
+# The expected value by pydantic's type of the error, with names of the error's context.
 _EXPECTED = {
     "bool_type": "true or false",
     "int_type": "whole number",
@@ -108,7 +109,7 @@ def _summary(cls: type, tree: Any, errors: Sequence[ErrorDetails]) -> str:
     by_key: dict[str, list[ErrorDetails]] = {}
     for error in errors:
         by_key.setdefault(_key(error, tree), []).append(error)
-    # A map that is one of a union's types, but has a wrong entry, is reported by the key of the entry.
+    # If a union has a map among its types and an entry of the map is wrong, we report only the key of the entry.
     keys = [key for key in by_key if not any(other.startswith(f"{key}.") for other in by_key)]
     known = {key for key, _ in leaves(cls)}
     problems = [_problem(key, by_key[key], known) for key in keys[:MAX_PROBLEMS]]
@@ -116,7 +117,7 @@ def _summary(cls: type, tree: Any, errors: Sequence[ErrorDetails]) -> str:
 
 
 def _key(error: ErrorDetails, tree: Any) -> str:
-    """Return the dotted key of an error, without pydantic's names for the members of a union and for keys of maps."""
+    """Return the dotted key of an error. Drop pydantic's names for the members of a union and for keys of maps."""
     parts = []
     for part in error["loc"]:
         is_in_tree = part in tree if isinstance(tree, dict) else isinstance(part, int)
@@ -127,14 +128,14 @@ def _key(error: ErrorDetails, tree: Any) -> str:
 
 
 def _problem(key: str, errors: Sequence[ErrorDetails], known: set[str]) -> str:
-    """Return the message of the errors at `key`, which are several for a union."""
+    """Return one message for the errors at `key`. A union has several errors."""
     kind, value = errors[0]["type"], errors[0]["input"]
     if kind == "unexpected_keyword_argument" and key in known:  # such as `train.steps` at the top of a file
         nested = f"{key.replace('.', ': {')}: {short_repr(value)}{'}' * key.count('.')}"
         return f"unknown key {short_repr(key)}: in a file, write {nested}"
     if kind == "unexpected_keyword_argument":
         return f"unknown key {short_repr(key)}: {nearest_key(key, known)}"
-    if kind == "value_error":  # of __post_init__, whose message begins with the name of the setting
+    if kind == "value_error":  # raised by __post_init__, with a message that begins with the name of the setting
         return f"{key}.{errors[0]['ctx']['error']}".lstrip(".")
     expected = " or ".join(dict.fromkeys(_expected(error) for error in errors))
     if not expected.startswith("must be"):  # a bound
@@ -153,8 +154,8 @@ def _expected(error: ErrorDetails) -> str:
 
 
 def nearest_key(key: str, known: set[str]) -> str:
-    """Return advice for an unknown key: known keys that end alike or are spelled alike."""
-    key = truncate(key)  # a long key resembles none, and is slow to compare
+    """Return advice for an unknown key: known keys with the same last part or a similar spelling."""
+    key = truncate(key)  # a long key resembles no known key, and is slow to compare
     alike = [other for other in sorted(known) if other.rpartition(".")[2] == key.rpartition(".")[2]]
     if len(alike) != 1:
         alike = difflib.get_close_matches(key, sorted(known), n=1, cutoff=_MIN_LIKENESS) or alike[:MAX_SUGGESTIONS]

@@ -1,4 +1,4 @@
-"""JSON schema of settings, by which editors complete and check the keys of a config."""
+"""JSON schema of settings. Editors use it to complete and check the keys of a config."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic_core.core_schema import WithDefaultSchema
 
 from mmldlm.settings.fields import type_adapter
 
-# pydantic leaves its own names for the bounds of a union.
+# For the bounds of a union, pydantic writes its own names into the schema.
 _BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exclusiveMaximum"}
 
 

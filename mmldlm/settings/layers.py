@@ -16,12 +16,12 @@ from mmldlm.utils.nested import flatten
 from mmldlm.utils.short_repr import display_name, truncate
 
 EXTENDS = "extends"
-_MAX_CHAIN_CHARS = 1200  # of the file names in a message
+_MAX_CHAIN_CHARS = 1200  # limit for the file names in a message
 
 
 @dataclass(frozen=True)
 class ExtendsConfig:
-    """The key by which a config file names others; it is in no resolved config."""
+    """The key `extends`, which names other config files. A resolved config does not have it."""
 
     extends: str | list[str] = setting(
         factory=list, doc="config files, by paths relative to this one, whose settings hold where this file has none"
@@ -38,20 +38,20 @@ class ConfigLayer:
 
     @classmethod
     def read(cls, path: Path, folder: Path | None = None) -> ConfigLayer:
-        """Read and parse the file, see `read_yaml_text`, with the keys of this version; ConfigError if it cannot be."""
+        """Read and parse the file, and rename old keys. Raise `ConfigError` if that fails. See `read_yaml_text`."""
         text = read_yaml_text(path, folder)
-        # Of a run folder or a checkpoint.
+        # Only a run folder or a checkpoint has one of these files.
         records = path.with_name("startup.json"), path.with_name("manifest.json")
         is_record = path.name == "config.yaml" and any(map(Path.is_file, records))
         return cls(path, text, current(parse_mapping(text, str(path)), str(path), is_record))
 
 
 def read_layers(path: Path) -> list[ConfigLayer]:
-    """Read `path` and all files that it extends, directly or through others; ConfigError if they form a cycle.
+    """Read `path` and all files that it extends, directly or through others. Raise `ConfigError` if they form a cycle.
 
-    They are without their `extends`, the winning ones last: each file comes after the files that it extends, and the
-    files of one list in the order of the list. A file that is reached twice is included once, at its first position, so
-    that a preset shared by two others overrides neither of them.
+    Later layers win: each file comes after the files that it extends, and the files of one list keep the order of the
+    list. A file that is reached twice is included once, at its first position, so that a preset shared by two others
+    overrides neither of them. The key `extends` is removed.
     """
     layers: dict[Path, ConfigLayer] = {}
     _read([path], layers)
@@ -59,12 +59,12 @@ def read_layers(path: Path) -> list[ConfigLayer]:
 
 
 def _read(chain: Sequence[Path], layers: dict[Path, ConfigLayer]) -> None:
-    """Add the files that the last one of `chain` extends, then that file, to `layers` by absolute path."""
+    """Add the last file of `chain` to `layers`, by absolute path, after the files that it extends."""
     *parents, path = chain
     where = f"{display_name(str(parents[-1]))}: {EXTENDS}: " if parents else ""
     if parents and not path.is_file():  # reading a pipe would block
         raise ConfigError(f"{where}expected a file, found none at {display_name(str(path))}")
-    if path.resolve() in layers:  # complete ones only, so a file that extends itself gets to the next check
+    if path.resolve() in layers:  # only complete files are in `layers`, so a file that extends itself goes on
         return
     if any(parent.resolve() == path.resolve() for parent in parents):
         names = truncate(" -> ".join(display_name(str(file)) for file in chain), _MAX_CHAIN_CHARS)
@@ -83,13 +83,16 @@ def _read(chain: Sequence[Path], layers: dict[Path, ConfigLayer]) -> None:
 
 
 def merge_layers(cls: type, layers: Sequence[ConfigLayer], alternatives: Sequence[str] = ()) -> dict[str, Any]:
-    """Merge `layers` into one tree of settings of `cls`, in which later layers win.
+    """Merge `layers` into one tree of settings of `cls`. Later layers win.
 
-    Groups of settings are merged key by key; values, including maps and lists, are replaced. Of `alternatives` a config
-    sets one, see `drop_alternatives`. A `ConfigError` names the one of several files that has an unknown key or a wrong
-    value, even if a later file overrides it.
+    Groups of settings are merged key by key. Values, including maps and lists, are replaced. A config sets only one of
+    `alternatives`, see `drop_alternatives`.
+
+    Raises:
+        ConfigError: One of several files has an unknown key or a wrong value, even if a later file overrides it. The
+            message names the file.
     """
-    # A single file is checked by `build` together with the overrides.
+    # `build` checks a single file together with the overrides.
     if len(layers) > 1:
         for layer in layers:
             try:
@@ -117,7 +120,7 @@ def drop_alternatives(tree: dict[str, Any], newer: Mapping[str, Any], keys: Sequ
 def _merge(base: Mapping[str, Any], override: Mapping[str, Any], groups: set[str], prefix: str) -> dict[str, Any]:
     tree = dict(base)
     for key, value in override.items():
-        # A key that is not text names no group; `build` reports it.
+        # A key that is not text names no group, and `build` reports it.
         dotted = f"{prefix}{key}" if isinstance(key, str) else ""
         both_groups = dotted in groups and isinstance(tree.get(key), Mapping) and isinstance(value, Mapping)
         tree[key] = _merge(tree[key], value, groups, f"{dotted}.") if both_groups else value

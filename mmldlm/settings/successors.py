@@ -1,7 +1,7 @@
-"""What is gone since 0.1.0, and what to use instead: settings, commands, and options of commands.
+"""Settings, commands and options that are gone since 0.1.0, and their successors.
 
-A record is a config that a version wrote itself, in a run folder, checkpoint or bundle. Nobody can be asked to change
-it, so later versions read its old keys for good. This module needs the standard library only, as bundles do.
+A record is a config that a version of mmldlm wrote itself, in a run folder, checkpoint or bundle. Users cannot be asked
+to change it, so all later versions read its old keys. This module needs the standard library only, as bundles do.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from mmldlm.errors import ConfigError, UsageError
 from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import display_name, short_repr
 
-# Entries stay for good, since records need them. By the old key of a setting or group, oldest first: the new one, and
-# the version that renamed it.
+# Entries stay for good, since records need them. For the old key of a setting or group, oldest first: the new key, and
+# the version that renamed the old one.
 RENAMED: dict[str, tuple[str, str]] = {"sampling.lengths": ("sampling.tried_lengths", "0.2.0")}
-# By the key: the value that equals what this version does, and what to use instead.
+# For a removed key: the value with which earlier versions did the same as this version, and advice.
 REMOVED: dict[str, tuple[Any, str]] = {}
-# By the key of a setting since 0.1.0: the value that equals what earlier versions did, where that is not the default.
+# For a setting added after 0.1.0: the value that repeats earlier versions, if the default does not.
 ADDED: dict[str, Any] = {"validation.first": 0}
-# By a command, with its first word or an option of it.
+# For a removed command, subcommand or option: advice.
 REMOVED_WORDS = {
     "plan": "use `mmldlm train CONFIG --dry-run --gpus 8x80GB`, which has the memory of each engine",
     "track": "use `log.trackers=[NAME]`, which sends the scalars while the run trains",
@@ -42,17 +42,17 @@ REMOVED_WORDS = {
         for name in ("temperature", "top_p", "guidance", "decoding", "remask", "latent_sampler", "joint_order")
     },
 }
-_MINORS_WITH_NOTICE = 2  # versions for which an old key works
-_OF_NETWORK = ("model.", "latent.")  # without which a checkpoint is another network
+_MINORS_WITH_NOTICE = 2  # an old key works for this many minor versions
+_OF_NETWORK = ("model.", "latent.")  # with other values of these settings, a checkpoint is another network
 _noticed: set[str] = set()
 
 
 def current(tree: Any, source: str, is_record: bool = False) -> Any:
-    """Return the nested settings in `tree` by the keys of this version; `source` is named in messages.
+    """Return the nested settings in `tree` with the keys of this version. Messages name `source`.
 
     Raises:
-        ConfigError: A user's config has a key that is gone, or a key by both names; or a record has another value of a
-            setting of the network than the one by which this version behaves.
+        ConfigError: A user's config has a removed key, or the old and the new name of a key. Or a record has a removed
+            setting of the network, and its value is not the one that this version implements.
     """
     tree = copy.deepcopy(tree)
     for key, value in ADDED.items() if is_record else ():
@@ -62,7 +62,7 @@ def current(tree: Any, source: str, is_record: bool = False) -> Any:
         group, name = _group(tree, old), old.rpartition(".")[2]
         if name in group:
             value = group.pop(name)
-            if not group and (parent := old.rpartition(".")[0]):  # which may be gone as well
+            if not group and (parent := old.rpartition(".")[0]):  # the group may be gone as well
                 _group(tree, parent).pop(parent.rpartition(".")[2])
             if new := _successor(old, source, is_record, value):
                 group, name = _group(tree, new, make=True), new.rpartition(".")[2]
@@ -72,7 +72,7 @@ def current(tree: Any, source: str, is_record: bool = False) -> Any:
 
 
 def current_overrides(overrides: Sequence[str]) -> list[str]:
-    """Return `key.sub=value` overrides of the command line by the keys of this version; raise as `current`."""
+    """Return `key.sub=value` overrides of the command line with the keys of this version. Raises like `current`."""
     pairs = [(key.strip(), equals + value) for key, equals, value in (text.partition("=") for text in overrides)]
     for old in (*RENAMED, *REMOVED):
         for index, (key, value) in enumerate(pairs):
@@ -84,7 +84,7 @@ def current_overrides(overrides: Sequence[str]) -> list[str]:
 
 
 def refuse_removed(command: str, arguments: Sequence[str]) -> None:
-    """Raise `UsageError` if a command is gone, its first word, or an option of either."""
+    """Raise `UsageError` if a command, its subcommand, or an option of either is gone."""
     options = [f" {argument.partition('=')[0]}" for argument in arguments if argument.startswith("-")]
     for words in (command, " ".join((command, *arguments[:1]))):
         for name in (words, *(words + option for option in options)):
@@ -93,7 +93,11 @@ def refuse_removed(command: str, arguments: Sequence[str]) -> None:
 
 
 def _successor(key: str, source: str, is_record: bool = False, value: Any = None) -> str:
-    """Return the new key of a renamed setting with a notice, or "" for one that can be left out; or refuse the key."""
+    """Return the new key of a renamed setting, with a notice, or "" for a removed key that has no effect.
+
+    Raises:
+        ConfigError: This version refuses the key.
+    """
     if key in REMOVED:
         now, advice = REMOVED[key]
         if not is_record or (value != now and key.startswith(_OF_NETWORK)):
@@ -119,7 +123,7 @@ def _check_alone(old: str, new: str, has_both: bool, source: str) -> None:
 
 
 def _group(tree: Any, key: str, make: bool = False) -> dict[str, Any]:
-    """Return the mapping in `tree` that has the last name of the dotted `key`; an empty one if there is none."""
+    """Return the mapping in `tree` that holds the last name of the dotted `key`, or an empty mapping."""
     for name in key.split(".")[:-1]:
         if make and isinstance(tree, dict):
             tree.setdefault(name, {})
@@ -128,7 +132,7 @@ def _group(tree: Any, key: str, make: bool = False) -> dict[str, Any]:
 
 
 def notice(key: str, text: str) -> None:
-    """Print a notice on stderr, once for a key, on the first rank."""
+    """Print a notice on stderr on the first rank, once for each key."""
     if key not in _noticed and os.environ.get("RANK", "0") == "0":
         print(printable(f"notice: {text}"), file=sys.stderr, flush=True)
     _noticed.add(key)

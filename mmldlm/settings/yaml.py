@@ -15,10 +15,10 @@ from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
 
 class _Loader(yaml.SafeLoader):
-    """`yaml.SafeLoader` with the numbers of YAML 1.2; it rejects duplicate keys, NUL, and types unknown to JSON."""
+    """`yaml.SafeLoader` with the numbers of YAML 1.2. It rejects duplicate keys, NUL, and types unknown to JSON."""
 
     def construct_scalar(self, node: yaml.ScalarNode | yaml.MappingNode) -> Any:
-        if isinstance(node.value, str) and "\0" in node.value:  # which no path can have
+        if isinstance(node.value, str) and "\0" in node.value:  # no path can contain NUL
             raise ConfigError(
                 f"line {node.start_mark.line + 1}: expected text without NUL, found {short_repr(node.value)}"
             )
@@ -41,15 +41,15 @@ class _Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """`yaml.SafeDumper` that quotes text which is a number in YAML 1.1, of which it is, or in YAML 1.2."""
+    """`yaml.SafeDumper` that quotes text that would be a number in YAML 1.1 (PyYAML's own version) or in YAML 1.2."""
 
 
-# PyYAML follows YAML 1.1, in which 1:30 is 90, 010 is 8, 1e-4 without a dot is text, and there are dates.
+# PyYAML follows YAML 1.1: there 1:30 is 90, 010 is 8, 1e-4 without a dot is text, and dates have a type.
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in pairs if not tag.endswith((":int", ":float", ":timestamp"))]
     for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_NUMBERS = {  # of YAML 1.2, section 10.3.2, with 1_000 besides
+_NUMBERS = {  # YAML 1.2, section 10.3.2, and numbers such as 1_000
     "int": r"[-+]?\d[\d_]*|0o[0-7]+|0x[\da-fA-F]+",
     "float": r"[-+]?(\.\d+|\d[\d_]*(\.\d*)?)([eE][-+]?\d+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
 }
@@ -62,12 +62,12 @@ for name in ("binary", "timestamp", "omap", "pairs", "set"):
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """Parse `text`; ConfigError with `source` and the line if it is malformed."""
+    """Parse `text`. If it is malformed, raise a `ConfigError` with `source` and the line."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - a subclass of SafeLoader
     except ConfigError as error:
         raise ConfigError(f"{display_name(source)}: {error}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also Python's own, for malformed numbers
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # Python raises ValueError for malformed numbers
         mark = getattr(error, "problem_mark", None)
         where = f"{display_name(source)}, line {mark.line + 1}" if mark else display_name(source)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
@@ -77,8 +77,8 @@ def parse_yaml(text: str, source: str) -> Any:
 def find_key_lines(text: str, keys: Iterable[str]) -> dict[str, int]:
     """Return the line, counted from 1, of each dotted key in `keys` that `text` contains.
 
-    For a key that a merge key inserts, this is the line where it is written. `text` must be a mapping that `parse_yaml`
-    accepts.
+    If a merge key inserts a key, this is the line where the inserted key stands. `text` must be a mapping that
+    `parse_yaml` accepts.
     """
     loader = _Loader(text)
     root = loader.get_single_node()
@@ -98,14 +98,14 @@ def find_key_lines(text: str, keys: Iterable[str]) -> dict[str, int]:
 
 
 def read_yaml(path: Path, folder: Path | None = None) -> dict[str, Any]:
-    """Return the mapping in a YAML file; ConfigError if it is missing, unreadable or not a mapping."""
+    """Return the mapping in a YAML file. Raise `ConfigError` if it is missing, unreadable or not a mapping."""
     return parse_mapping(read_yaml_text(path, folder), str(path))
 
 
 def read_yaml_text(path: Path, folder: Path | None = None) -> str:
-    """Return the text of a config file; ConfigError if it is missing or unreadable.
+    """Return the text of a config file. Raise `ConfigError` if it is missing or unreadable.
 
-    With `folder` it is a file of that run folder, which a stranger may have made; otherwise it may be a pipe.
+    With `folder`, the file belongs to that run folder, which may come from a stranger. Otherwise it may be a pipe.
     """
     name = display_name(str(path))
     try:
@@ -117,7 +117,7 @@ def read_yaml_text(path: Path, folder: Path | None = None) -> str:
 
 
 def parse_mapping(text: str, source: str) -> dict[str, Any]:
-    """Parse a YAML text that is a mapping; ConfigError otherwise, as for the empty file that a full disk leaves."""
+    """Parse a YAML text. Raise `ConfigError` if it is no mapping, e.g. an empty file that a full disk has left."""
     content = parse_yaml(text, source)
     if not isinstance(content, dict):
         found = "nothing (for the defaults alone, write {})" if content is None else type(content).__name__
