@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from mmldlm.model.activation_checkpoint import Recomputed
 from mmldlm.model.attention import JOINT_BACKENDS
 from mmldlm.model.mmdit import BlockStream, MMDiT, MMDiTBlock
+from mmldlm.model.ops import runs_on_cpu
 from mmldlm.settings.declaration import require_effect, setting
 
 TORN_AFTER_S, _POLL_S = 10.0, 0.5  # a file that has not changed for this long has no linker that still writes it
@@ -34,21 +35,22 @@ class CompileConfig:
 
     scope: Literal["auto", "none", "regional"] = setting(
         "auto",
-        "torch.compile; regional: each block, on a CPU without its attention, on a GPU the text head as well, which "
-        "takes a minute or two at the first step; auto: regional on GPUs, but none under ZeRO-3",
-        advice="none to debug. regional also on CPUs with a C++ compiler, for long runs: 1.15 x the speed in fp32, "
-        "1.3 x in bf16",
+        "what torch.compile compiles. regional: each block (on a CPU without its attention) and, on a GPU, the "
+        "text head. The first step then takes a minute or two longer. none: nothing. auto: regional on GPUs "
+        "except under ZeRO-3, otherwise none",
+        advice="none to debug. regional also for long runs on CPUs with a C++ compiler: 1.15 x the speed in fp32, 1.3 "
+        "x in bf16",
     )
     mode: Literal["default", "max-autotune-no-cudagraphs"] = setting(
-        "default", "mode of torch.compile; max-autotune tries more kernels and takes far longer to start"
+        "default", "mode of torch.compile. max-autotune tries more kernels, and takes far longer to start"
     )
     graphs: Literal["auto"] | bool = setting(
         "auto",
-        "CUDA graphs: forward and backward pass of a micro-batch are recorded once for each bucket of sizes, and later "
-        "started by one call; micro-batches are filled up to the bucket's sizes by rows that no loss counts. auto: on "
-        "a GPU, if one process trains",
-        advice="false if memory is short: recorded passes keep the memory of their activations. true to use them under "
-        "ddp as well, which was never tried on several GPUs",
+        "CUDA graphs: the forward and backward pass of a micro-batch are recorded once for each bucket of "
+        "sizes, and later started by one call. Micro-batches are filled up to the bucket's sizes by rows that "
+        "no loss counts. auto: on a GPU, if one process trains",
+        advice="false if memory is short, since recorded passes keep the memory of their activations. true to use them "
+        "under ddp as well, which nobody has tried on several GPUs yet",
     )
 
     def __post_init__(self) -> None:
@@ -104,7 +106,8 @@ def _options(module: nn.Module, mode: str) -> dict[str, Any]:
 
     options: dict[str, Any] = torch._inductor.list_mode_options(mode)
     # Two draws of random numbers cannot share a kernel (PyTorch's issue 168124).
-    if isinstance(module, MMDiTBlock) and not module.text.dropout.p:
+    is_on_gpu = not runs_on_cpu(next(module.parameters()))
+    if isinstance(module, MMDiTBlock) and is_on_gpu and not module.text.dropout.p:
         options |= {"combo_kernels": True, "combo_kernels_pointwise_only": True, "combo_kernel_max_num_nodes": 32}
     return {name: value for name, value in options.items() if hasattr(torch._inductor.config, name)}
 

@@ -196,7 +196,7 @@ def graphs_of_a_block() -> int:
     ops._gpu_kernels["cpu"] = import_module("mmldlm.model.gpu_kernels")
     graphs: list[Any] = []
     model = small_model(2, "math").train()
-    model.blocks[0].forward = region = Region(model.blocks[0].forward, "default")
+    model.blocks[0].forward = region = Region(model.blocks[0].forward, {})
     region.compiled = torch.compile(region.function, backend=backend, dynamic=False, fullgraph=True)
     for lengths in ((3, 5), (1, 9, 4, 16), (7, 2, 2)):
         with ops.assume_device("cuda"), suppress(ZeroDivisionError):
