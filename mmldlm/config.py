@@ -49,25 +49,26 @@ class GuardConfig:
 
     nonfinite: Literal["skip", "stop"] = setting(
         "skip",
-        "what to do about a step whose loss or gradient norm is non-finite; stop takes effect when the step's numbers "
-        "are read",
+        "how to handle a step whose loss or gradient norm is non-finite. skip: leave out its update. stop: end "
+        "the run, when the numbers of the step are read at the next record",
     )
     grad_norm_spike: float | None = setting(
         None,
-        "skip a step whose gradient norm is above this multiple of the median of the last 100 accepted steps, of which "
-        "there must be 20; null: never. Forces one host-device synchronization per step",
+        "skip a step whose gradient norm is above this multiple of the median of the last 100 accepted steps, "
+        "once there are 20; null: never",
         above=1,
-        advice="For runs that diverge now and then: 10. Costs a host-device synchronization in each step",
+        advice="10 for runs that diverge now and then. It makes the host wait for the device in each step",
     )
     max_consecutive: int = setting(
         10,
-        "consecutive skipped steps that stop the run; numbers are read from a GPU at least every so many steps",
+        "number of consecutive skipped steps that stops the run. Numbers are read from a GPU at least once in "
+        "this many steps",
         at_least=1,
     )
     verify_updates_every: int = setting(
         1000,
-        "steps between checks that all ranks have one learning rate and one set of weights, which also take place in "
-        "the first step of every start; 0: never. A check reads all weights once",
+        "steps between checks that all ranks have the same learning rate and the same weights; 0: never. The "
+        "first step of every start is checked as well. A check reads all weights once",
         at_least=0,
     )
 
@@ -82,10 +83,11 @@ class RunSettings:
     )
     init_seed: int | None = setting(
         None,
-        "seed of the initial weights; null: that of the rest",
+        "seed of the initial weights; null: run.seed",
         at_least=0,
         at_most=2**63 - 1,
-        advice="Another one shows, under the same samples and noise, how much of a difference between runs is luck",
+        advice="With another init_seed and the same samples and noise, you see how much of a difference between two "
+        "runs is luck",
     )
 
     @property
@@ -102,21 +104,22 @@ class LogConfig:
         10,
         "optimizer steps between log records",
         at_least=1,
-        advice="On a GPU each record is a synchronization of host and device",
+        advice="On a GPU, the host waits for the device at each record",
     )
     noise_levels: int = setting(
-        5, "number of equal noise bins in [0, 1] whose losses are logged separately; 1: none", at_least=1, at_most=10
+        5, "number of equal noise bins in [0, 1] whose losses are logged separately; 1: no bins", at_least=1, at_most=10
     )
     tensorboard: bool = setting(True, "write TensorBoard files to the run folder")
     trackers: list[str] = setting(
         factory=list,
-        doc="experiment trackers that get the scalars, of those that Accelerate knows: [wandb, trackio, mlflow]",
-        advice="The training does not wait for them, but for their start",
+        doc="experiment trackers that get the scalars. You can use the trackers of Accelerate, e.g. [wandb, "
+        "trackio, mlflow]",
+        advice="Training waits until a tracker has started, and never afterwards",
     )
     figures_every: int = setting(
         1000,
-        "optimizer steps between figures, histograms and the quality/ metrics behind them in TensorBoard, written at "
-        "the next validation and at the last one; 0: none",
+        "optimizer steps between figures, histograms and quality/ metrics in TensorBoard; 0: none. They are "
+        "written at the next validation, and at the last one",
         at_least=0,
     )
     figure_samples: int = setting(32, "held-out samples for each figure", at_least=2, at_most=4096)

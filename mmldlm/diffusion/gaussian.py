@@ -34,25 +34,26 @@ class LatentConfig:
     process: Process = setting("vp_cosine", "noise schedule of the latents")
     prediction: PredictionType = setting(
         "x0",
-        "prediction type: what the latent head predicts",
-        advice="x0 learns t2l within the first hundreds of steps; epsilon and v need longer runs",
+        "prediction type of the latent head",
+        advice="x0 learns t2l within the first hundreds of steps. epsilon and v need longer runs",
     )
     time_sampling: TimeSampling = setting(
-        "uniform", "distribution of t_latent in training; logit_normal and mode favor the middle"
+        "uniform", "distribution of t_latent in training. logit_normal and mode favor the middle"
     )
-    location: float = setting(0.0, "logit_normal: mean of the logit of t_latent; above 0: more noise")
+    location: float = setting(0.0, "logit_normal: mean of the logit of t_latent. Larger values mean more noise")
     scale: float = setting(1.0, "logit_normal: standard deviation of the logit of t_latent", above=0)
     mode_scale: float = setting(
-        1.29, "mode: 0 is uniform; larger values favor the middle over the ends", above=-1, below=MAX_MODE_SCALE
+        1.29, "mode: 0 is uniform, larger values favor the middle over the ends", above=-1, below=MAX_MODE_SCALE
     )
     time_shift: float | None = setting(
         None,
-        "s in t_latent -> s t_latent / (1 + (s - 1) t_latent), which moves the drawn times toward noise: many numbers "
-        "show through noise that hides few; null: the root of latent tokens x channels / 64, at least 1",
+        "s in t_latent -> s t_latent / (1 + (s - 1) t_latent). Larger values move the drawn times toward noise, "
+        "since latents with more numbers need more noise before they are hidden. null: sqrt(latent tokens x "
+        "channels / 64), at least 1",
         above=0,
     )
     stratified: bool = setting(
-        True, "t_latent from a low-discrepancy grid over the global batch; false: independent draws"
+        True, "true: t_latent from a low-discrepancy grid over the global batch. false: independent draws"
     )
 
     def __post_init__(self) -> None:

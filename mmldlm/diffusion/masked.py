@@ -27,19 +27,19 @@ class TextConfig:
 
     time_sampling: Literal["uniform", "mode"] = setting(
         "uniform",
-        "distribution of t_text in training; mode favors the middle, and `loss.text: elbo` is weighted by 1 / density, "
-        "so that it remains a bound",
+        "distribution of t_text in training. mode favors the middle, and `loss.text: elbo` is then weighted by "
+        "1 / density, so that it remains a bound",
     )
     mode_scale: float = setting(
-        1.29, "mode: 0 is uniform; larger values favor the middle over the ends", above=-1, below=MAX_MODE_SCALE
+        1.29, "mode: 0 is uniform, larger values favor the middle over the ends", above=-1, below=MAX_MODE_SCALE
     )
     stratified: bool = setting(
-        True, "t_text from a low-discrepancy grid over the global batch; false: independent draws"
+        True, "true: t_text from a low-discrepancy grid over the global batch. false: independent draws"
     )
     masks: Masks = setting(
         "exact",
-        "exact: the fraction t_text of a text's tokens is masked, rounded up; independent: each token with probability "
-        "t_text, which gives the same bound with far more variance",
+        "exact: mask the fraction t_text of a text's tokens, rounded up. independent: mask each token with "
+        "probability t_text, which gives the same bound with far more variance",
     )
 
     def __post_init__(self) -> None:

@@ -37,40 +37,46 @@ class LossConfig:
 
     text: TextLoss = setting(
         "elbo",
-        "in training, elbo: nats per token, a bound of the likelihood; masked_mean: plain mean over masked tokens, "
-        "which weighs few masks less; validation and evaluation measure the bound of either",
+        "text loss in training. elbo: a bound of the likelihood, in nats per token. masked_mean: plain mean "
+        "over masked tokens, in which samples with few masks weigh less. Validation and evaluation always "
+        "measure the bound",
     )
     latent: LatentLoss = setting(
         "cosine",
         "distance of predicted and true latent target",
-        advice="cosine if only the direction of a latent matters, as in retrieval; mse if its length does, or to "
+        advice="cosine if only the direction of a latent matters, e.g. for retrieval. mse if the length matters, or to "
         "sample texts and latents jointly",
     )
-    huber_delta: float = setting(1.0, "huber: error from which on the loss grows linearly", above=0)
+    huber_delta: float = setting(1.0, "huber: the loss grows linearly from this error on", above=0)
     latent_weight: float = setting(
         10.0,
-        "weight of the latent loss relative to the text loss; with `latent_weighting: uncertainty` its initial value",
+        "weight of the latent loss relative to the text loss. With `latent_weighting: uncertainty` it is the "
+        "initial value",
         at_least=0,
-        advice="Below 1 the latent loss is negligible next to nats per token; 1 if only latents are trained",
+        advice="Below 1 the latent loss is negligible next to nats per token. 1 if only latents are trained",
     )
     latent_weighting: Literal["fixed", "uncertainty"] = setting(
-        "fixed", "uncertainty: learned weights of text and latent loss, which follow the size of each loss"
+        "fixed",
+        "fixed: the weights of the config. uncertainty: learned weights of text and latent loss, which follow "
+        "the size of each loss",
     )
     text_weight_limit: float | None = setting(
         None,
-        "maximal weight of a masked token in training under `text: elbo`, which is 1 / t_text; null: no limit",
+        "upper limit of a masked token's weight 1 / t_text in training under `text: elbo`; null: no limit",
         above=0,
     )
     latent_time_weighting: Literal["none", "min_snr"] = setting(
-        "none", "weight of a latent's loss by its noise time; min_snr: SNR up to min_snr_gamma, on x0's squared error"
+        "none",
+        "weight of a latent's loss by its noise time. min_snr: the signal-to-noise ratio up to min_snr_gamma, "
+        "applied to the squared error of x0",
     )
     min_snr_gamma: float = setting(5.0, "min_snr: signal-to-noise ratio at which the weight is clipped", above=0)
     label_smoothing: float = setting(
-        0.0, "fraction of each token's target that is spread over all tokens, in training", at_least=0, below=1
+        0.0, "in training, fraction of each token's target that is spread over all tokens", at_least=0, below=1
     )
     z_loss: float = setting(
         0.0,
-        "weight of the squared log of the softmax denominator of the text head, in training; usual: 1e-4",
+        "in training, weight of the squared log of the text head's softmax denominator, e.g. 1e-4",
         at_least=0,
     )
     length_weight: float = setting(0.01, "weight of the length head's loss", at_least=0)

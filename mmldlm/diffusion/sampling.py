@@ -46,68 +46,71 @@ class SamplingConfig:
         "reverse steps",
         at_least=1,
         at_most=MAX_PASSES,
-        advice="Time is proportional to it; many more steps than tokens to generate change little",
+        advice="Time is proportional to the steps. Many more steps than tokens change little",
     )
     temperature: float | None = setting(
         None,
-        "temperature of the token distributions; 0: the most likely token; null: 0 for one text of a latent, where "
-        "draws only add errors, and for that of several latent tokens in joint, otherwise 0.6",
+        "temperature of the token distributions; 0: take the most likely token. null: 0 if a latent gets one "
+        "text, since random draws only add errors, or if joint draws a latent of several tokens first; "
+        "otherwise 0.6",
         at_least=0,
         advice="1 if samples should follow the likelihood",
     )
     tried_lengths: int = setting(
         5,
-        "l2t without a given length: lengths around the length head's median at which texts are generated; the text "
-        "that fits the latent best is kept, by the encoder's latent of it, or by its likelihood without an encoder",
+        "l2t without a given length: number of lengths to try, around the length head's median. The text that "
+        "fits the latent best is kept: by the latent that the encoder finds for it, or without an encoder by "
+        "its likelihood",
         at_least=1,
         at_most=MAX_PASSES,
-        advice="Time is proportional to it; 1: the median alone",
+        advice="Time is proportional to it. 1 tries the median alone",
     )
     search: int | None = setting(
         None,
-        "l2t, with the run's encoder: how many texts are generated for one latent; after `tried_lengths` of them, "
-        "tokens of the best one that fit the latent worst are masked and generated again; null: `tried_lengths` alone",
+        "l2t, with the run's encoder: number of texts to generate for one latent. After the first "
+        "`tried_lengths` texts, the search masks the tokens of the best text that fit the latent worst, and "
+        "generates them again. null: no search",
         at_least=1,
         at_most=MAX_PASSES,
-        advice="16 takes about twice the time of the default, 64 five times. It pays where a latent determines its "
-        "text, as learned latents of several tokens do",
+        advice="16 takes about twice the time of the default, 64 five times. It pays if a latent determines its text, "
+        "e.g. with learned latents of several tokens",
     )
     doubled_words: Literal["avoid", "allow"] = setting(
-        "avoid", "whether a generated word may stand next to itself; avoid: the position takes the next likely token"
+        "avoid", "whether a generated word may stand next to itself. avoid: the position takes the next likely token"
     )
-    top_p: float = setting(1.0, "tokens are drawn from the smallest set with this probability mass", above=0, at_most=1)
-    guidance: float = setting(1.0, "classifier-free guidance scale (l2t and t2l); 1: none", at_least=0)
+    top_p: float = setting(1.0, "draw tokens from the smallest set with this probability mass", above=0, at_most=1)
+    guidance: float = setting(1.0, "classifier-free guidance scale (l2t and t2l); 1: no guidance", at_least=0)
     decoding: Literal["auto", TextDecoding] = setting(
         "auto",
-        "order in which tokens are unmasked; ancestral: at random, as in the reverse process; confidence: the most "
-        "confident first; auto: confidence in l2t, and in joint where latents come first and have several tokens, "
-        "without remask; otherwise ancestral",
-        advice="confidence generates better texts from a latent; ancestral if samples should follow the likelihood, "
-        "as in joint",
+        "order of unmasking. ancestral: at random, as in the reverse process. confidence: the most confident "
+        "tokens first. auto: confidence in l2t, and in joint if latents come first and have several tokens and "
+        "remask is 0; otherwise ancestral",
+        advice="confidence generates better texts from a latent. ancestral if samples should follow the likelihood, as "
+        "in joint",
     )
     remask: float = setting(
-        0.0, "fraction of the maximal remasking rate; not with decoding confidence", at_least=0, at_most=1
+        0.0, "fraction of the maximal remasking rate. It needs decoding ancestral", at_least=0, at_most=1
     )
     latent_sampler: LatentSampler = setting("ddim", "reverse step of the latents")
     t2l_steps: int | None = setting(
         None,
-        "reverse steps of t2l; null: 1 if the prediction is x0, which gives the mean of the latents that fit the text, "
-        "otherwise `steps`",
+        "reverse steps of t2l; null: 1 if the prediction is x0, otherwise `steps`. A single step gives the mean "
+        "of the latents that fit the text",
         at_least=1,
         at_most=MAX_PASSES,
-        advice="More steps draw one of those latents, which is farther from the true one than their mean",
+        advice="More steps draw one of these latents, which is farther from the true latent than their mean",
     )
     joint_order: Literal["together", "latents_first"] = setting(
         "latents_first",
-        "joint; together: text and latents by the same steps; latents_first: all steps of the latents, then as many of "
-        "the text given them",
-        advice="latents_first takes twice the passes; its texts agree better with their latents and are more diverse. "
+        "order in joint. together: text and latents go through the same steps. latents_first: all steps of the "
+        "latents come first, then the same number of steps of the text given the latents",
+        advice="latents_first takes twice the passes. Its texts agree better with their latents, and are more diverse. "
         "together for a run that is poor at l2t",
     )
     joint_latents: Literal["of_text", "drawn"] = setting(
         "of_text",
-        "joint with latents_first; drawn: the latents that the text is generated from, which may be those of no text; "
-        "of_text: at last they are found from that text, as in t2l",
+        "latents that joint returns under latents_first. drawn: the latents from which the text was generated, "
+        "which may belong to no text. of_text: latents found from the finished text, as in t2l",
     )
 
     def __post_init__(self) -> None:

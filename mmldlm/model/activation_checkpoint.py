@@ -21,23 +21,23 @@ class MemoryConfig:
 
     activation_checkpointing: Literal["none", "full", "selective", "every_k"] = setting(
         "none",
-        "what blocks recompute in backward to save memory, all but the last (see kept_blocks); none: nothing; "
-        "full: everything but their inputs; selective: the attention with its norms; "
-        "every_k: full, in every k-th block only",
+        "activations that blocks recompute in backward to save memory. none: nothing. selective: the attention "
+        "with its norms. full: everything but the block's inputs. every_k: full, in every k-th block only. The "
+        "last kept_blocks recompute nothing",
         advice="none as long as the micro-batch fits, then selective, then full: [performance.md](performance.md)",
     )
     every_k: int = setting(2, "every_k: recompute block 0 and every k-th after it", at_least=1)
     kept_blocks: int = setting(
         1,
-        "number of last blocks that recompute nothing. The last costs no memory, since its backward comes first; "
-        "each one before it costs its activations and saves their recomputation",
+        "number of last blocks that recompute nothing. The last block costs no memory, since its backward comes "
+        "first. Each block before it costs its activations, and saves recomputing them",
         at_least=1,
-        advice="With full, raise it as far as memory allows: the activations of a kept block are not recomputed",
+        advice="With full, raise it as far as memory allows",
     )
     keep_freed: bool = setting(
         True,
-        "on a CPU with glibc, the process keeps memory that a step frees for the next one, which is faster; "
-        "MALLOC_ environment variables take precedence",
+        "on a CPU with glibc, keep memory that a step frees for the next step, which is faster. MALLOC_ "
+        "environment variables take precedence",
     )
 
     def mode_for_block(self, index: int, depth: int) -> CheckpointingMode:

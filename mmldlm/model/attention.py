@@ -43,10 +43,11 @@ class AttentionConfig:
 
     backend: Literal["auto", "sdpa", "varlen", "efficient", "math"] = setting(
         "auto",
-        "kernel of the joint attention; auto: on CUDA varlen in bf16 or fp16 on Ampere or newer, otherwise efficient, "
-        "each where it takes the head width (model.width / model.num_heads); elsewhere sdpa by groups of equal length; "
-        "varlen is FlashAttention 4 where flash-attn-4 is installed, on compute capability 9 and 10. "
-        "`mmldlm doctor` and the dry run say which",
+        "kernel of the joint attention. varlen: FlashAttention for CUDA in bf16 or fp16, on Ampere or newer; it "
+        "is FlashAttention 4 if flash-attn-4 is installed and the compute capability is 9 or 10. efficient: "
+        "other CUDA GPUs and fp32. sdpa: any device, by groups of samples of equal length. auto: the first of "
+        "them that supports the device, the precision and the head width (model.width / model.num_heads). "
+        "`mmldlm doctor` and the dry run print the choice",
     )
 
 

@@ -32,13 +32,14 @@ class InitConfig:
 
     from_: str | None = setting(
         None,
-        "run folder, checkpoint folder or bundle whose weights are taken: the EMA, if that run has one and evaluates "
-        "by it. Optimizer, learning rate and data are new. null: none",
-        advice="The network must have the same settings; what the data determine may differ, and is new where it does",
+        "run folder, checkpoint folder or bundle from which to take the weights: its EMA, if that run has one "
+        "and evaluates by it. Optimizer, learning rate and data are new. null: random weights",
+        advice="The network must have the same settings. Weights that depend on the data, e.g. on the tokenizer, are "
+        "new if the data differ",
     )
     skip: list[str] = setting(
         factory=list,
-        doc="weights that are not taken: parts, as in `freeze`, or patterns of parameter names, such as `blocks.3.*`",
+        doc="weights to leave random: parts, as in `freeze`, or patterns of parameter names, e.g. `blocks.3.*`",
     )
     embeddings: str | None = setting(
         None,

@@ -62,9 +62,11 @@ class ModelConfig:
     width: int = setting(256, "width D of the text stream", at_least=8)
     latent_width: int | None = setting(
         None,
-        "width E of the latent stream; null: that of a latent vector, but at least 32 and width / 4, at most width",
+        "width E of the latent stream; null: the channels of a latent vector, but at least 32 and width / 4, "
+        "and at most width",
         at_least=8,
-        advice="A stream narrower than the latents cannot pass them on; with many latent tokens it may be wider",
+        advice="A stream that is narrower than the latents cannot pass them on. With many latent tokens it may be "
+        "wider than the default",
     )
     num_heads: int = setting(
         4,
@@ -74,10 +76,13 @@ class ModelConfig:
     )
     mlp: Literal["swiglu", "gelu"] = setting("swiglu", "type of feed-forward network")
     mlp_ratio: float = setting(
-        4.0, "hidden width of the feed-forward over its stream's width; swiglu: 2/3 of it, equal parameters", above=0
+        4.0,
+        "hidden width of the feed-forward network, as a multiple of its stream's width. swiglu takes 2/3 of "
+        "that, which gives it as many parameters as gelu",
+        above=0,
     )
     conditioning_width: int = setting(256, "width T of the noise-time embedding", at_least=8)
-    modulation_rank: int = setting(64, "rank of the modulation's factored projection; 0: not factored", at_least=0)
+    modulation_rank: int = setting(64, "rank of the modulation's factored projection; 0: one full matrix", at_least=0)
     tie_embeddings: bool = setting(True, "share one matrix between token embedding and text head")
     rope_base: float = setting(10_000.0, "base of the rotary position embedding", above=1)
     dropout: float = setting(
@@ -85,8 +90,8 @@ class ModelConfig:
         "dropout after attention and feed-forward",
         at_least=0,
         below=1,
-        advice="For a small corpus that is read many times, if the held-out loss rises. The curve then depends on "
-        "the number of processes",
+        advice="Use it for a small corpus that is read many times, if the held-out loss rises. The curve then depends "
+        "on the number of processes",
     )
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ OptimizerName = Literal["adamw", "muon", "deepspeed_adam"]
 class MuonConfig:
     """Settings of Muon."""
 
-    momentum: float = setting(0.95, "momentum of the gradient mean that is orthogonalized", above=0, below=1)
+    momentum: float = setting(0.95, "momentum of the mean gradient, which Muon orthogonalizes", above=0, below=1)
     nesterov: bool = setting(True, "use Nesterov momentum")
     ns_steps: int = setting(5, "Newton-Schulz iterations of the orthogonalization", at_least=1, at_most=99)
 
@@ -25,10 +25,10 @@ class OptimConfig:
 
     name: OptimizerName = setting(
         "adamw",
-        "adamw: PyTorch's AdamW; muon: Muon for the matrices of the blocks and AdamW for the rest (single, ddp, "
-        "fsdp2), with which the host waits for the gradient norm in each step; deepspeed_adam: DeepSpeed's AdamW, on "
-        "the host if the engine offloads the optimizer, else on CUDA (ZeRO)",
-        advice="adamw unless you compare optimizers; deepspeed_adam if an engine offloads the optimizer",
+        "adamw: PyTorch's AdamW. muon: Muon for the matrices of the blocks and AdamW for the rest (single, ddp, "
+        "fsdp2); the host then waits for the gradient norm in each step. deepspeed_adam: DeepSpeed's AdamW "
+        "(ZeRO), on the host if the engine offloads the optimizer, otherwise on CUDA",
+        advice="adamw unless you compare optimizers. deepspeed_adam if an engine offloads the optimizer",
     )
     lr: float = setting(
         3e-4,
@@ -39,10 +39,10 @@ class OptimConfig:
     )
     betas: tuple[float, float] = setting((0.9, 0.98), "decay of AdamW's first and second moments")
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
-    weight_decay: float = setting(0.01, "decay of matrices; norms, biases and embeddings have none", at_least=0)
+    weight_decay: float = setting(0.01, "decay of matrices. Norms, biases and embeddings have no decay", at_least=0)
     fused: Literal["auto"] | bool = setting(
         "auto",
-        "fused kernel of AdamW, which auto and true take; false makes the host wait for the GPU in each step",
+        "auto, true: AdamW's fused kernel. false: other kernels, with which the host waits for the GPU in each step",
     )
     muon: MuonConfig = setting(MuonConfig(), "Muon, under `optim.name: muon`")
     clip_norm: float = setting(
@@ -53,17 +53,18 @@ class OptimConfig:
     )
     lr_scaling: Literal["none", "sqrt", "linear"] = setting(
         "none",
-        "each step's learning rate is lr x (its global batch / lr_reference_batch) ^ 0 (none), 1/2 (sqrt), 1 (linear)",
+        "scale each step's learning rate by a power of its global batch / lr_reference_batch: 0 (none), 1/2 "
+        "(sqrt) or 1 (linear)",
     )
     lr_reference_batch: int = setting(128, "global batch size in samples for which `optim.lr` was chosen", at_least=1)
     warmup_steps: int | float = setting(
         0.02,
-        "steps of linear warmup; below 1: that fraction of train.steps",
+        "steps of linear warmup. A number below 1 is a fraction of train.steps",
         at_least=0,
         advice="Longer for a high learning rate or a large batch",
     )
     warmup_bounds: tuple[int, int] | None = setting(
-        None, "minimal and maximal steps of a warmup that is given as a fraction, such as [1000, 5000]; null: no bounds"
+        None, "minimal and maximal steps of a warmup that is a fraction, e.g. [1000, 5000]; null: no bounds"
     )
 
     def __post_init__(self) -> None:

@@ -22,8 +22,8 @@ class EmaConfig:
 
     decay: float = setting(
         0.0,
-        "decay of the EMA per accepted step, 0.999 to 0.9999 for long runs; 0: no EMA. It costs 4 bytes per trained "
-        "parameter, sharded like the optimizer's state",
+        "decay of the EMA per accepted step, e.g. 0.999 to 0.9999 for long runs; 0: no EMA. An EMA costs 4 "
+        "bytes per trained parameter, sharded like the optimizer's state",
         at_least=0,
         below=1,
     )

@@ -34,10 +34,11 @@ class ScheduleConfig:
 
     lr: ScheduleName = setting(
         "cosine",
-        "learning-rate schedule after the warmup. linear, cosine: decay until the last step; cosine_restarts: cosine "
-        "decay from the peak in each period; wsd: constant, then linear decay over the last steps; plateau: multiply "
-        "by `schedule.factor` when the validation loss (without validations the training loss) stops falling",
-        advice="constant if the length of the run is not known yet: other schedules depend on train.steps",
+        "learning-rate schedule after the warmup. linear, cosine: decay until the last step. cosine_restarts: "
+        "cosine decay from the peak in each period. wsd: constant, then linear decay over the last steps. "
+        "plateau: multiply by `schedule.factor` when the validation loss stops falling (without validations the "
+        "training loss)",
+        advice="constant if you do not know the length of the run yet, since all other schedules depend on train.steps",
     )
     min_lr_ratio: float = setting(
         0.1,
@@ -47,18 +48,20 @@ class ScheduleConfig:
         at_most=1,
     )
     restart_period: int | float = setting(
-        0.25, "cosine_restarts: steps of a period; below 1: that fraction of the steps after the warmup", above=0
+        0.25,
+        "cosine_restarts: steps of a period. A number below 1 is a fraction of the steps after the warmup",
+        above=0,
     )
     decay_steps: int | float = setting(
-        0.2, "wsd: number of last steps with decay; below 1: that fraction of train.steps", above=0
+        0.2, "wsd: number of last steps with decay. A number below 1 is a fraction of train.steps", above=0
     )
     patience: int = setting(
-        1000, "plateau: steps without a new lowest loss after which the learning rate is cut", at_least=1
+        1000, "plateau: cut the learning rate after this many steps without a new lowest loss", at_least=1
     )
     factor: float = setting(0.5, "plateau: factor of the learning rate at each cut", above=0, below=1)
     min_lr: float = setting(1e-6, "plateau: lower bound of the learning rate", at_least=0)
     threshold: float = setting(
-        0.01, "plateau: relative decrease by which a loss must be below the lowest one to count", at_least=0, below=1
+        0.01, "plateau: a loss is a new lowest loss if it is lower by at least this fraction", at_least=0, below=1
     )
 
     def __post_init__(self) -> None:
