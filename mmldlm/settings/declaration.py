@@ -40,16 +40,19 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     advice: str = "",
+    **argument: Any,
 ) -> Any:
     """Return a dataclass field for a setting.
 
     `doc` is one line for `docs/settings.md`. The bounds of a number are inclusive (`at_least`, `at_most`) or exclusive.
     `advice` is how to choose the value, if there is a choice to make and something is known about it.
+    `argument` has arguments of argparse, for a setting that is an option of a command.
     """
     bounds = {"ge": at_least, "gt": above, "le": at_most, "lt": below}
     metadata = {
         "doc": doc,
         "advice": advice,
+        "argument": argument,
         # What follows are pydantic's names.
         "description": ". ".join(filter(None, (doc, advice))),
         **{name: bound for name, bound in bounds.items() if bound is not None},

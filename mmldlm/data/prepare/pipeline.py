@@ -57,7 +57,7 @@ def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTE
     Progress is reported on stderr, where that is no terminal every `interval` seconds. That another process prepares
     the same store is a `RunInUseError`, that a worker process died a `PeerLostError`; the same command then continues.
     """
-    config.check()
+    config = config.checked()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums depend on the number of threads
     try:

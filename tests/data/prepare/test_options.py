@@ -14,44 +14,45 @@ pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "named"),
     [
-        ({"inputs": ()}, "expected either input files or --corpus"),
-        ({"corpus": "python-docs"}, "expected either input files or --corpus"),
-        ({"min_length": 200}, "--min-length 200: expected 1 to --max-length 124"),
-        ({"test_fraction": 0.0}, "--validation-fraction and --test-fraction are"),
-        ({"part_bytes": 0}, "--part-bytes 0: expected at least 1"),
-        ({"over_length": "drop"}, "--over-length drop: expected one of split, cut"),
-        ({"format": "xml"}, "--format xml: expected one of lines, blocks, jsonl, json, csv, tsv, parquet, arrow, "),
-        ({"format": "lgdlm"}, "--format lgdlm: run `mmldlm convert lgdlm FOLDER OUT`, then prepare OUT"),
-        ({"tokens_field": "ids"}, "--tokens-field ids: --tokenizer is bpe"),
-        ({"tokens_field": "ids", "format": "jsonl"}, "--tokens-field ids: jsonl has no such fields; expected Parquet"),
-        ({"key_field": "id", "format": "lines"}, "--key-field id: lines has no such fields"),
-        ({"encoder": "word2vec"}, "--encoder word2vec: expected lsa, learned, sentence-transformers:"),
-        ({"encoder": "sonar"}, "--encoder sonar: its library needs other versions"),
-        ({"encoder": "included"}, "--encoder included: expected --latents-field"),
-        ({"latents_field": "v"}, "--latents-field v: --encoder is lsa, expected included"),
-        ({"latent_ids": "a.json"}, "--latent-ids a.json: --encoder is lsa, expected precomputed:FILE"),
-        ({"latents_of": "E5"}, "--latents-of E5: --encoder is lsa"),
-        ({"prompt_name": "query"}, "--prompt-name query: --encoder is lsa"),
-        ({"encoder": "precomputed:a.npy", "latent_tokens": 2}, "--latent-tokens 2: --encoder is precomputed:a.npy"),
-        ({"latent_tokens": 0}, "--latent-tokens 0: expected at least 1"),
-        ({"encoder_steps": 3}, "--encoder-steps 3: --encoder is lsa, expected learned"),
-        ({"encoder": "learned", "encoder_steps": 0}, "--encoder-steps 0: expected at least 1"),
-        ({"encoder": "learned", "encoder_width": 100}, "--encoder-width 100: expected a multiple of 32"),
-        ({"encoder": "learned", "prompt": "query: "}, "--prompt query: : --encoder is learned, expected sentence-"),
-        ({"encoder_version": "1"}, "--encoder-version 1: --encoder is lsa, expected included or"),
-        ({"encoder": "precomputed:a.npy", "encoder_version": "1"}, "'1': expected a version of --latents-of NAME"),
-        (
-            {"encoder": "precomputed:a.npy", "encoder_version": "", "latents_of": "SONAR"},
-            "'': expected a version of --latents-of NAME",
-        ),
+        ({"inputs": ()}, "--corpus"),
+        ({"corpus": "python-docs"}, "--corpus"),
+        ({"min_length": 200}, "--min-length 200 --max-length 124"),
+        ({"min_length": 0}, "--min-length 0"),
+        ({"test_fraction": 0.0}, "--test-fraction 0"),
+        ({"test_fraction": 0.96}, "--validation-fraction --test-fraction 1"),
+        ({"part_bytes": 0}, "--part-bytes 0 1"),
+        ({"vocab_size": 0}, "--vocab-size 0 1"),
+        ({"over_length": "drop"}, "--over-length drop split cut"),
+        ({"format": "xml"}, "--format xml lines blocks jsonl json csv tsv parquet arrow"),
+        ({"format": "lgdlm"}, "lgdlm convert"),
+        ({"tokens_field": "ids"}, "--tokens-field ids --tokenizer bpe"),
+        ({"tokens_field": "ids", "format": "jsonl"}, "--tokens-field ids jsonl Parquet"),
+        ({"key_field": "id", "format": "lines"}, "--key-field id lines"),
+        ({"encoder": "word2vec"}, "--encoder word2vec lsa learned sentence-transformers:"),
+        ({"encoder": "sonar"}, "--encoder sonar precomputed:FILE"),
+        ({"encoder": "included"}, "--encoder included --latents-field"),
+        ({"latents_field": "v"}, "--latents-field v --encoder lsa included"),
+        ({"latent_ids": "a.json"}, "--latent-ids a.json --encoder lsa precomputed:FILE"),
+        ({"latents_of": "E5"}, "--latents-of E5 --encoder lsa"),
+        ({"prompt_name": "query"}, "--prompt-name query --encoder lsa"),
+        ({"encoder": "precomputed:a.npy", "latent_tokens": 2}, "--latent-tokens 2 --encoder precomputed:a.npy"),
+        ({"latent_tokens": 0}, "--latent-tokens 0 1"),
+        ({"encoder_steps": 3}, "--encoder-steps 3 --encoder lsa learned"),
+        ({"encoder": "learned", "encoder_steps": 0}, "--encoder-steps 0 1"),
+        ({"encoder": "learned", "encoder_width": 100}, "--encoder-width 100 32"),
+        ({"encoder": "learned", "encoder_width": 0}, "--encoder-width 0 1"),
+        ({"encoder": "learned", "prompt": "query:"}, "--prompt query: --encoder learned sentence-transformers:"),
+        ({"encoder_version": "1"}, "--encoder-version 1 --encoder lsa included"),
+        ({"encoder": "precomputed:a.npy", "encoder_version": "1"}, "--encoder-version 1 --latents-of"),
+        ({"encoder": "precomputed:a.npy", "encoder_version": "", "latents_of": "X"}, "--encoder-version --latents-of"),
     ],
 )
-def test_options_that_make_no_sense(tmp_path: Path, options: dict, message: str) -> None:
+def test_options_that_make_no_sense(tmp_path: Path, options: dict, named: str) -> None:
     with pytest.raises(UsageError) as error:
-        replace(PrepareConfig(str(tmp_path / "store"), ("a.txt",)), **options).check()
-    assert message in str(error.value) and "\n" not in str(error.value)
+        replace(PrepareConfig(str(tmp_path / "store"), ("a.txt",)), **options).checked()
+    assert all(name in str(error.value) for name in named.split()) and "\n" not in str(error.value)
 
 
 def test_a_command_line_sets_the_fields() -> None:

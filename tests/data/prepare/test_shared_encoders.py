@@ -106,7 +106,7 @@ def test_encoders_of_stores_that_cannot_be_taken(
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.incomplete").exists()
     for option, value in {"channels": 4, "latent_tokens": 2, "encoder_steps": 5, "prompt": "a"}.items():
         with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} {value}: --encoder is"):
-            sharing(tmp_path / "out", tiny_store, corpus, **{option: value}).check()
+            sharing(tmp_path / "out", tiny_store, corpus, **{option: value}).checked()
 
 
 def test_a_version_makes_imported_latents_those_of_one_encoder(tmp_path: Path) -> None:
@@ -157,6 +157,6 @@ def test_a_run_goes_on_with_more_imported_latents(tmp_path: Path, capsys: pytest
 def test_an_embedded_corpus_takes_the_encoder_of_a_store(tiny_store: Path, tmp_path: Path) -> None:
     """Its plan names the encoder beside the packages."""
     config = PrepareConfig(str(tmp_path / "out"), corpus="simple-docs", encoder=str(tiny_store))
-    config.check()
+    config.checked()
     sources = make_plan(config).sources
     assert sources[0]["package"] == "python" and sources[-1]["folder"] == str(tiny_store / "encoder")
