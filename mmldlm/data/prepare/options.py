@@ -207,7 +207,7 @@ class PrepareConfig:
 
 def _flag(name: str) -> str:
     """Return the option that sets a field."""
-    return "--no-normalise" if name == "normalise" else f"--{name.replace('_', '-')}"
+    return "--no-normalize" if name == "normalise" else f"--{name.replace('_', '-')}"
 
 
 def parse_options(argv: list[str] | None) -> PrepareConfig:

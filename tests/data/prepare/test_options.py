@@ -56,7 +56,7 @@ def test_options_that_make_no_sense(tmp_path: Path, options: dict, named: str) -
 
 
 def test_a_command_line_sets_the_fields() -> None:
-    given = ["a.txt", "b.txt", "--out", "store", "--channels", "8", "--no-normalise", "--near-duplicates"]
+    given = ["a.txt", "b.txt", "--out", "store", "--channels", "8", "--no-normalize", "--near-duplicates"]
     more = ["--test-fraction", "0.1"]
     config = PrepareConfig(
         "store",
