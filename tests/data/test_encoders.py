@@ -16,10 +16,10 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mmldlm.data.encoders import ChunkedEncoder, LsaEncoder, SentenceTransformerEncoder, load_encoder
 from mmldlm.data.inspect import verify_store
-from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
+from mmldlm.prepare.pipeline import prepare
 from tests.helpers.sample_corpus import small_config, write_corpus
 
 TEXTS = [

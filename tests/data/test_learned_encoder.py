@@ -20,13 +20,13 @@ from mmldlm.data.encoders.learned import (
     train_autoencoder,
 )
 from mmldlm.data.inspect import verify_store
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import reencoding_metrics
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import main, prepare
 from mmldlm.run.load import load_run
 from mmldlm.train import main as train
 from mmldlm.utils.progress import Progress

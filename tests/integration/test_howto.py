@@ -36,9 +36,9 @@ import pytest
 
 from mmldlm import cli, train
 from mmldlm.config import load_config
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import ConfigError
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import prepare
 from tests.helpers.lgdlm_configs import write_configs
 from tests.helpers.lgdlm_folders import make_samples, write_base
 from tests.helpers.pages import Reader, blocks, nothing_else_is_shown

@@ -11,8 +11,8 @@ from mmldlm.config import split_arguments
 from mmldlm.contrib.lgdlm.config import convert_config, to_config_text
 from mmldlm.contrib.lgdlm.folders import LAYOUTS, find_layout, read_samples
 from mmldlm.contrib.lgdlm.samples import Sample, SourceSample
-from mmldlm.data.prepare.readers.tables import pyarrow
 from mmldlm.errors import DataError, ExitCode, UsageError
+from mmldlm.prepare.readers.tables import pyarrow
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress, print_status
 from mmldlm.utils.short_repr import display_name

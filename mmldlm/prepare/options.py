@@ -10,10 +10,10 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mmldlm.data.encoders import ImportedLatents, read_description
 from mmldlm.data.encoders.learned import HEAD_WIDTH
-from mmldlm.data.prepare.documents import FORMATS, TEXT_FORMATS, Format
-from mmldlm.data.prepare.readers.python_docs import CORPORA
 from mmldlm.data.tokenizer import BUILT_IN
 from mmldlm.errors import ConfigError, UsageError
+from mmldlm.prepare.documents import FORMATS, TEXT_FORMATS, Format
+from mmldlm.prepare.readers.python_docs import CORPORA
 from mmldlm.settings.declaration import dump, setting
 from mmldlm.settings.fields import build
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import DataError, UsageError
+from mmldlm.prepare.pipeline import prepare
 from tests.helpers.prepare_runs import differing
 from tests.helpers.sample_corpus import small_config, write_corpus
 

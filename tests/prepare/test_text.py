@@ -13,19 +13,19 @@ import tokenizers
 import torch
 
 from mmldlm.data.encoders import LsaEncoder, load_encoder
-from mmldlm.data.prepare.corpus import exact_group, near_duplicate_groups
-from mmldlm.data.prepare.documents import Document, Problem
-from mmldlm.data.prepare.readers.files import find_files
-from mmldlm.data.prepare.readers.python_docs import (
+from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
+from mmldlm.errors import DataError
+from mmldlm.prepare.corpus import exact_group, near_duplicate_groups
+from mmldlm.prepare.documents import Document, Problem
+from mmldlm.prepare.readers.files import find_files
+from mmldlm.prepare.readers.python_docs import (
     NEAR_COPY_OVERLAP,
     is_prose,
     sentences,
     split_words,
     without_near_copies,
 )
-from mmldlm.data.prepare.readers.text import read_text, text_parts
-from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
-from mmldlm.errors import DataError
+from mmldlm.prepare.readers.text import read_text, text_parts
 from tests.helpers.operations import count_calls
 from tests.helpers.sample_corpus import read_file, write_corpus
 

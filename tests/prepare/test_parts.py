@@ -13,14 +13,14 @@ import torch
 
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import ImportedLatents
-from mmldlm.data.prepare.corpus import DocumentCacheWriter, cached_documents
-from mmldlm.data.prepare.documents import Document
-from mmldlm.data.prepare.job import make_plan
-from mmldlm.data.prepare.pipeline import main, prepare
-from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.writer import ShardWriter
 from mmldlm.errors import DataError
+from mmldlm.prepare.corpus import DocumentCacheWriter, cached_documents
+from mmldlm.prepare.documents import Document
+from mmldlm.prepare.job import make_plan
+from mmldlm.prepare.pipeline import main, prepare
+from mmldlm.prepare.readers.text import read_text, text_parts
 from tests.helpers.large_corpus import write_synthetic_corpus
 from tests.helpers.prepare_runs import FORKING
 from tests.helpers.sample_corpus import read_file, small_config, write_corpus

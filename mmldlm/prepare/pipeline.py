@@ -22,16 +22,16 @@ from contextlib import contextmanager
 import torch
 
 from mmldlm.data.manifest import Manifest
-from mmldlm.data.prepare.encode import encode_chunk
-from mmldlm.data.prepare.fit import fit
-from mmldlm.data.prepare.job import Job, Stage, make_plan
-from mmldlm.data.prepare.merge import latent_mean, measure_chunk, merge
-from mmldlm.data.prepare.options import PrepareConfig, parse_options
-from mmldlm.data.prepare.read import count_chunk, read_chunk
-from mmldlm.data.prepare.readers.latents import POSITION
-from mmldlm.data.prepare.report import StageProgress, summary
-from mmldlm.data.prepare.workers import run_in_process, worker_pool
 from mmldlm.errors import MmldlmError, PeerLostError, StoppedBySignal, StorageError
+from mmldlm.prepare.encode import encode_chunk
+from mmldlm.prepare.fit import fit
+from mmldlm.prepare.job import Job, Stage, make_plan
+from mmldlm.prepare.merge import latent_mean, measure_chunk, merge
+from mmldlm.prepare.options import PrepareConfig, parse_options
+from mmldlm.prepare.read import count_chunk, read_chunk
+from mmldlm.prepare.readers.latents import POSITION
+from mmldlm.prepare.report import StageProgress, summary
+from mmldlm.prepare.workers import run_in_process, worker_pool
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.process import CONTINUE, stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, print_status

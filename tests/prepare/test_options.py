@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.data.prepare.options import PrepareConfig, parse_options
 from mmldlm.errors import UsageError
+from mmldlm.prepare.options import PrepareConfig, parse_options
 
 pytestmark = pytest.mark.quick
 

@@ -13,12 +13,12 @@ from mmldlm import cli, train
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.inspect import verify_store
 from mmldlm.data.mixture import open_data
-from mmldlm.data.prepare.job import make_plan
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
+from mmldlm.prepare.job import make_plan
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import prepare
 from mmldlm.run.load import load_run
 from tests.helpers.sample_corpus import flip_bit, small_config, write_corpus
 from tests.helpers.tiny_config import TINY

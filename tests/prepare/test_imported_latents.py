@@ -13,11 +13,11 @@ from safetensors.numpy import save_file
 
 from mmldlm.data.encoders import ImportedLatents, load_encoder
 from mmldlm.data.inspect import verify_store
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.data.prepare.readers.latents import LatentFile
 from mmldlm.data.store import Store
 from mmldlm.errors import DataError, UsageError
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import prepare
+from mmldlm.prepare.readers.latents import LatentFile
 from tests.helpers.lgdlm_folders import pairs_of
 from tests.helpers.sample_corpus import small_config, write_corpus
 

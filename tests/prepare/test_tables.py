@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 from mmldlm import cli
-from mmldlm.data.prepare.documents import Columns, Document, Problem
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.data.prepare.readers.tables import (
+from mmldlm.data.store import Store
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.errors import DataError, UsageError
+from mmldlm.prepare.documents import Columns, Document, Problem
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import prepare
+from mmldlm.prepare.readers.tables import (
     arrow_parts,
     datasets_parts,
     parquet_parts,
     read_arrow,
     read_parquet,
 )
-from mmldlm.data.store import Store
-from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.errors import DataError, UsageError
 from tests.helpers.sample_corpus import small_config, write_corpus
 from tests.helpers.user_errors import assert_user_error
 

@@ -18,12 +18,12 @@ import pytest
 from mmldlm import cli
 from mmldlm.data.encoders import LsaEncoder, load_encoder
 from mmldlm.data.manifest import SPLITS
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError, UsageError, run_command
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import main, prepare
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_corpus import small_config, write_corpus
 from tests.helpers.user_errors import assert_user_error
@@ -251,11 +251,11 @@ def test_exit_codes_and_one_line_of_error(tmp_path: Path, capsys: pytest.Capture
 
 
 def killed_at(moment: str, arguments: list[str], done: bool = False) -> None:
-    """SIGKILL where `mmldlm.data.prepare` + `moment` is called, or once it is `done`."""
+    """SIGKILL where `mmldlm.prepare` + `moment` is called, or once it is `done`."""
     module = moment.partition(".")[0]
     script = (
         "import time\n"
-        f"from mmldlm.data.prepare import pipeline, {module}\n"
+        f"from mmldlm.prepare import pipeline, {module}\n"
         f"original = {moment}\n"
         f"def wait(*given): {'original(*given); ' * done}print('reached', flush=True); time.sleep(600)\n"
         f"{moment} = wait\n"

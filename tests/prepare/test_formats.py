@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from mmldlm import cli
-from mmldlm.data.prepare.documents import Document
-from mmldlm.data.prepare.inputs import find_inputs
-from mmldlm.data.prepare.job import make_plan
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.data.prepare.read import chunk_documents
 from mmldlm.errors import DataError
+from mmldlm.prepare.documents import Document
+from mmldlm.prepare.inputs import find_inputs
+from mmldlm.prepare.job import make_plan
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import prepare
+from mmldlm.prepare.read import chunk_documents
 from tests.helpers.prepare_runs import differing
 from tests.helpers.sample_corpus import small_config, write_corpus
 from tests.helpers.user_errors import assert_user_error
