@@ -9,6 +9,7 @@ import pytest
 
 from mmldlm.errors import UsageError
 from mmldlm.prepare.options import PrepareConfig, parse_options
+from tests.helpers.user_errors import refused
 
 pytestmark = pytest.mark.quick
 
@@ -50,9 +51,8 @@ pytestmark = pytest.mark.quick
     ],
 )
 def test_options_that_make_no_sense(tmp_path: Path, options: dict, named: str) -> None:
-    with pytest.raises(UsageError) as error:
+    with refused(UsageError, *named.split()):
         replace(PrepareConfig(str(tmp_path / "store"), ("a.txt",)), **options).checked()
-    assert all(name in str(error.value) for name in named.split()) and "\n" not in str(error.value)
 
 
 def test_a_command_line_sets_the_fields() -> None:
