@@ -38,28 +38,28 @@ class PrepareConfig:
     prefix_field: str | None = setting(
         None, "field or column with the condition of the text, such as a question; it is never masked", metavar="FIELD"
     )
-    group_field: str | None = setting(None, "field or column: documents of one value share a split", metavar="FIELD")
-    separator: str | None = setting(None, "line between documents, instead of blank ones (blocks)", metavar="LINE")
+    group_field: str | None = setting(None, "field or column: documents with one value share a split", metavar="FIELD")
+    separator: str | None = setting(None, "line between documents, instead of a blank one (blocks)", metavar="LINE")
     tokenizer: str = setting("bpe", "bpe, words (trained here), characters (a-z and space), or a PATH")
-    vocab_size: int = setting(None, "of the trained tokenizer (bpe: 4096, words: 16384)", at_least=1)
+    vocab_size: int = setting(None, "size of the trained vocabulary (bpe: 4096, words: 16384)", at_least=1)
     encoder: str = setting(
         "lsa",
         "lsa, learned (an autoencoder trained here), sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or "
-        "included, for --latents-field (included with --latents-field, else lsa); or a STORE, for the encoder of it",
+        "included, for --latents-field (included with --latents-field, else lsa); or a STORE, to use its encoder",
     )
     channels: int | None = setting(
-        None, "latent channels (64 for lsa and learned, or as many as lsa can have; else all)", at_least=1
+        None, "latent channels (lsa and learned: 64, lsa fewer for a small corpus; others: all)", at_least=1
     )
     prompt: str | None = setting(None, "prefix of each text for the sentence-transformers model, such as 'passage: '")
     prompt_name: str | None = setting(None, "one of the prompts defined by the model, such as query", metavar="NAME")
-    encoder_revision: str | None = setting(None, "of a sentence-transformers model given by name", metavar="COMMIT")
+    encoder_revision: str | None = setting(None, "commit of a model given by name", metavar="COMMIT")
     encoder_batch_size: int = setting(32, "texts per batch (%(default)s)", at_least=1)
     encoder_device: str | None = setting(None, "such as cuda:1 (default: chosen by the library)", metavar="DEVICE")
     encoder_steps: int | None = setting(None, "training steps of learned (1000)", at_least=1, metavar="N")
     encoder_width: int | None = setting(None, "width of learned, a multiple of 32 (128)", at_least=1, metavar="W")
-    normalise: bool = setting(True, "keep the norms of the model's vectors")
+    normalise: bool = setting(True, "keep the model's own norms, instead of norm 1")
     latent_tokens: int | None = setting(
-        None, "latents of a text, each of one of M segments (1; learned: 4)", at_least=1, metavar="M"
+        None, "latents per text, one for each of M segments (1; learned: 4)", at_least=1, metavar="M"
     )
     latent_ids: str | None = setting(
         None, "ids of the rows of precomputed:FILE (.json, .txt, .npy), or position", metavar="FILE"
@@ -68,23 +68,23 @@ class PrepareConfig:
         None, "name of the model that computed the imported latents, for the record", metavar="NAME"
     )
     encoder_version: str | None = setting(
-        None, "of --latents-of: all stores with both have latents of one encoder", metavar="V"
+        None, "version of --latents-of: stores with the same name and version can be mixed", metavar="V"
     )
     min_length: int = setting(1, "minimum tokens of a sample (%(default)s)", at_least=1)
     max_length: int = setting(124, "maximum tokens of a sample (%(default)s: 128 with four latents, for GPUs)")
     over_length: Literal["split", "cut"] = setting("split", "longer documents (%(default)s)")
-    validation_fraction: float = setting(0.04, "of documents (%(default)s)", above=0)
-    test_fraction: float = setting(0.04, "of documents (%(default)s)", above=0)
+    validation_fraction: float = setting(0.04, "share of the documents (%(default)s)", above=0)
+    test_fraction: float = setting(0.04, "share of the documents (%(default)s)", above=0)
     near_duplicates: bool = setting(False, "keep texts that differ in a word in the same split")
     latent_dtype: Literal["float16", "float32"] = setting("float16", "as stored (%(default)s)")
     on_problem: Literal["error", "skip"] = setting("error", "unusable documents (%(default)s)")
     max_problems: int = setting(100, "with skip: stop above this many (%(default)s)")
-    lossy: bool = setting(False, "accept a tokenizer to which half of the text or more is unknown")
-    seed: int = setting(0, "of the split, lsa and learned (%(default)s)")
+    lossy: bool = setting(False, "accept a tokenizer that loses half of the text or more")
+    seed: int = setting(0, "seed of the splits, lsa and learned (%(default)s)")
     part_bytes: int = setting(64 << 20, "input bytes per chunk (%(default)s)", at_least=1)
-    fit_documents: int = setting(100_000, "maximum to fit to (%(default)s)", at_least=1)
+    fit_documents: int = setting(100_000, "most documents to fit to (%(default)s)", at_least=1)
     overwrite: bool = setting(False, "replace an existing store, or an unfinished one of other data")
-    processes: int = setting(1, "on this machine (%(default)s)", at_least=1)
+    processes: int = setting(1, "worker processes on this machine (%(default)s)", at_least=1)
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that determine the contents of the store."""
@@ -213,7 +213,7 @@ def _flag(name: str) -> str:
 def parse_options(argv: list[str] | None) -> PrepareConfig:
     """Return the options of a command line, with the default of `--encoder` that suits the input."""
     parser = argparse.ArgumentParser(
-        "mmldlm prepare", description="Raw data to a store: tokens and latents, in splits."
+        "mmldlm prepare", description="Prepare a store, with tokens and latents in splits, from raw data."
     )
     hints = get_type_hints(PrepareConfig)
     for item in fields(PrepareConfig):

@@ -116,7 +116,7 @@ def _decode_tokens(documents: DocumentStream, tokenizer: Tokenizer) -> DocumentS
             token = int(item.tokens[position])
             named = {tokenizer.mask_id: "[MASK]", tokenizer.pad_id: "[PAD]"}
             fault = named.get(token, f"not below {tokenizer.vocab_size}")
-            reason = f"sample {item.key}: token {position} is {token}, {fault}; expected ids of text by --tokenizer"
+            reason = f"sample {item.key}: token {position} is {token}, {fault}; expected ids of text from --tokenizer"
             yield item.problem("mismatch", reason)
         elif item.text:
             yield item
