@@ -46,11 +46,6 @@ STAGES = (
 )
 
 
-def stages_of(job: Job) -> tuple[Stage, ...]:
-    """Return the stages of a job: if latents belong to documents by position, a chunk needs the sizes of the others."""
-    return (COUNT, *STAGES) if job.config.latent_ids == POSITION else STAGES
-
-
 def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTERVAL_S) -> Manifest:
     """Make the store `config.out`, and return its manifest; at once if it exists with the same options and sources.
 
@@ -97,7 +92,8 @@ def _run_stages(job: Job, progress: StageProgress) -> None:
     """Run what is missing of all stages on this machine, and remove the staging folder."""
     try:
         with worker_pool(job) as run_in_pool:
-            for stage in stages_of(job):
+            # If latents belong to documents by position, a chunk needs the sizes of the chunks before it.
+            for stage in (COUNT, *STAGES) if job.config.latent_ids == POSITION else STAGES:
                 if missing := stage.missing(job):
                     (run_in_pool if stage.per_chunk else run_in_process)(job, stage, missing, progress)
         progress.phase("writing the store")
