@@ -43,11 +43,11 @@ from benchmarks.common.report import (
     write_json,
 )
 from mmldlm.data.nearest import TextIndex, unit_vectors
-from mmldlm.data.prepare.readers.python_docs import NEAR_COPY_OVERLAP, split_words
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.evaluation.l2t import reference_metrics
+from mmldlm.prepare.readers.python_docs import NEAR_COPY_OVERLAP, split_words
 
 HELD_OUT = ("--samples", "10000", "--texts", "10000")  # all that there are
 CONFIG = "configs/quickstart.yaml"

@@ -16,8 +16,8 @@ from mmldlm.utils.versions import check_versions
 
 COMMANDS = {  # the module, with its function unless that is `main`, and what it does
     "new": ("mmldlm.tools.new", "a project folder with presets, launcher files and the quickstart"),
-    "prepare": ("mmldlm.data.prepare.pipeline", "raw text to a data store"),
-    "convert": ("mmldlm.contrib.lgdlm.command", "data and run configs of the LGDLM trainer"),
+    "prepare": ("mmldlm.prepare.pipeline", "raw text to a data store"),
+    "convert": ("mmldlm.contrib.lgdlm.command", "data of the LGDLM trainer"),
     "data": ("mmldlm.data.inspect", "inspect or verify a data store"),
     "train": ("mmldlm.train", "train a run"),
     "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),

@@ -389,9 +389,8 @@ def _load(
         set_dotted(tree, assignment)
     tree = current(tree, "command line")  # keys within the value of an override
     if len(foreign := [key for key in ("training", "logging", "optimizer", "tokenizer") if key in tree]) > 1:
-        convert = f"`mmldlm convert lgdlm {display_name(str(path))}`"
         raise ConfigError(
-            f"{', '.join(foreign)}: keys of LGDLM, expected those of docs/settings.md; {convert} translates them"
+            f"{', '.join(foreign)}: keys of LGDLM, expected those of docs/settings.md; docs/migration.md has a table"
         )
     try:
         return build(RunConfig, tree), layers, tree

@@ -32,7 +32,7 @@ if [ "${1:-}" = --lowest ]; then
   "${uv[@]}" pytest pytest-xdist
   "$bin/python" -m pytest -q -n auto --dist worksteal -p no:cacheprovider -m "not slow" \
     tests/distributed/test_engine_parity.py tests/distributed/test_hybrid_sharding.py tests/trainer/test_step_guard.py \
-    tests/checkpoint tests/data/prepare/test_{pipeline,parts,tables}.py tests/model/test_{heads,mmdit}.py tests/tools/report
+    tests/checkpoint tests/prepare/test_{pipeline,parts,tables}.py tests/model/test_{heads,mmdit}.py tests/tools/report
   exit
 fi
 

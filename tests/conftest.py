@@ -21,7 +21,8 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{gettempdir()}/torchinductor-{getuser()}-{capability}")
 
 from mmldlm import train
-from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.data.store import Store
+from mmldlm.prepare.pipeline import prepare
 from mmldlm.run.load import LoadedRun, load_run
 from tests.helpers.engine_runs import PARITY, environment
 from tests.helpers.forked_runs import ForkedRuns
@@ -60,6 +61,19 @@ def tested_settings(request: pytest.FixtureRequest) -> set[str]:
     if not {(config.rootpath / argument).resolve() for argument in config.args} & {ROOT, ROOT / "tests"}:
         pytest.skip("only part of the suite is collected")
     return config.stash[TESTED_SETTINGS]
+
+
+@pytest.fixture(scope="session")
+def store_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small store that tests read and copy, but never change."""
+    folder = tmp_path_factory.mktemp("store")
+    prepare(small_config(folder / "store", write_corpus(folder / "corpus.txt")), progress=False)
+    return folder / "store"
+
+
+@pytest.fixture(scope="session")
+def store(store_path: Path) -> Store:
+    return Store.open(store_path)
 
 
 @pytest.fixture(scope="session")

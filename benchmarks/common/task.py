@@ -22,11 +22,11 @@ from mmldlm.config import RunConfig, load_config
 from mmldlm.data.batch_schedule import BatchSize, deal
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.loader import collate
-from mmldlm.data.prepare.documents import Document
-from mmldlm.data.prepare.readers.python_docs import read_python_docs
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Split
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.prepare.documents import Document
+from mmldlm.prepare.readers.python_docs import read_python_docs
 
 Kind = Literal["documents", "sentences", "full"]
 KINDS: tuple[Kind, ...] = ("documents", "sentences", "full")

@@ -49,32 +49,33 @@ class TrainConfig:
         128,
         "samples of one optimizer step, over all ranks",
         at_least=1,
-        advice="Part of the method: another one needs another learning rate",
+        advice="It is part of the method: if you change it, tune the learning rate again",
     )
     micro_batch_size: int | None = setting(
         None,
-        "samples of one forward pass on one rank, with micro_batch_tokens at most; null: no accumulation",
+        "samples of one forward pass on one rank; with micro_batch_tokens, at most this many; null: no accumulation",
         at_least=1,
-        advice="Not part of the method: as large as memory allows; the curve does not change",
+        advice="As large as memory allows: it does not change the curve",
     )
     micro_batch_tokens: int = setting(
         0,
-        "text and latent tokens of one forward pass on one rank, at most: the step's samples are dealt to few that are "
-        "alike, each with short and long samples; a longer sample is alone. 0: by micro_batch_size alone",
+        "most text and latent tokens of one forward pass on one rank: the step's samples are dealt to as few "
+        "micro-batches as can hold them, each with short and long samples. A longer sample gets a micro-batch of its "
+        "own. 0: only micro_batch_size counts",
         at_least=0,
-        advice="On GPUs, which wait for the host below some 16,000 tokens; as large as memory allows. The curve does "
-        "not change",
+        advice="Use it on GPUs, which wait for the host below about 16,000 tokens: as large as memory allows. It does "
+        "not change the curve",
     )
     stop_after_worse: int = setting(
         0,
-        "end the run after so many validations in a row without a new lowest loss, see checkpoint.keep_best; 0: never",
+        "end the run after this many validations in a row without a new lowest loss (checkpoint.keep_best); 0: never",
         at_least=0,
-        advice="3 to 5 for a small corpus, which a network soon knows by heart. The learning rate's schedule is still "
-        "of all steps",
+        advice="3 to 5 for a small corpus, which a network soon memorizes. The learning-rate schedule still covers all "
+        "steps",
     )
     batch_schedule: dict[int, dict[_Size, int]] = setting(
         factory=dict,
-        doc="other batch sizes from the given optimizer steps on, counted from 0; sizes that are not named stay: "
+        doc="batch sizes from the given optimizer steps on, counted from 0; sizes that you do not name stay: "
         "{1000: {micro_batch_size: 4}, 5000: {global_batch_size: 256}}",
     )
     auto_micro_batch: bool = setting(

@@ -173,7 +173,7 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("-n", "--count", type=int, default=5, help="number of examples (default: %(default)s)")
     sample.add_argument("--split", default="train", help="train, validation or test (default: %(default)s)")
     sample.add_argument("--seed", type=int, default=0, help="seed of the draw (default: %(default)s)")
-    sample.add_argument("--neighbours", type=int, default=0, metavar="K", help="also print the K nearest samples")
+    sample.add_argument("--neighbors", type=int, default=0, metavar="K", help="also print the K nearest samples")
     for command in (info, verify, sample):
         command.add_argument("store", type=Path, help="folder of the store")
     return parser
@@ -182,7 +182,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm data`; return 0 or raise `MmldlmError`."""
     options = _parser().parse_args(argv)
-    for option in ("threads", "count", "neighbours", "seed"):
+    for option in ("threads", "count", "neighbors", "seed"):
         value, minimum = getattr(options, option, None), 1 if option in ("threads", "count") else 0
         if value is not None and value < minimum:
             raise UsageError(f"--{option} {value}: expected at least {minimum}")
@@ -201,6 +201,6 @@ def main(argv: list[str] | None = None) -> int:
         total = sum(split.samples for split in manifest.splits.values())
         print(f"{options.store}: intact: {total:,} samples, {len(list(manifest.all_files()))} files")
     else:
-        for line in samples(Store.open(options.store), options.split, options.count, options.seed, options.neighbours):
+        for line in samples(Store.open(options.store), options.split, options.count, options.seed, options.neighbors):
             print(printable(line))
     return 0

@@ -36,8 +36,8 @@ class DataConfig:
     path: str = setting("", "folder of the store that `mmldlm prepare` wrote; or set `mixture`")
     mixture: dict[str, float] = setting(
         factory=dict,
-        doc="folders of several stores instead of `path`, with the proportions in which samples are drawn from them: "
-        "{data/own: 7, data/web: 3}. Tokenizer, encoder and shape of the latents must be the same",
+        doc="folders of several stores instead of `path`, each with its proportion of the samples, for example "
+        "{data/own: 7, data/web: 3}. They need the same tokenizer, encoder and latent shape",
     )
     num_workers: int | None = setting(
         None,
@@ -45,14 +45,14 @@ class DataConfig:
         at_least=0,
         advice="Raise it if speed/data_wait_s is not near 0; 0 helps to debug errors in loading",
     )
-    prefetch_factor: int = setting(4, "steps that each worker prepares ahead", at_least=1)
+    prefetch_factor: int = setting(4, "steps that each worker reads ahead", at_least=1)
     persistent_workers: bool = setting(True, "keep workers alive when reading restarts at another step")
     pin_memory: bool = setting(True, "copy batches to the GPU from page-locked memory")
     window: int = setting(
         4096,
-        "samples sorted by length together; larger: more even work, less random order",
+        "sort this many samples by length at a time: larger windows balance work better, smaller ones are more random",
         at_least=1,
-        advice="Lower it for a small store: in one window, samples of similar length meet again in each epoch",
+        advice="Lower it for a small store, where samples of similar length would meet again in every epoch",
     )
     verify: Literal["full", "sizes"] = setting(
         "full",
@@ -60,12 +60,12 @@ class DataConfig:
         advice="sizes if a large store on a slow disk is opened often and was verified once",
     )
     max_bad_samples: int = setting(
-        0, "bad samples (unknown token, non-finite latent) to leave out before the run is refused", at_least=0
+        0, "leave out up to this many bad samples (unknown token, non-finite latent); more refuse the run", at_least=0
     )
     skip_samples: list[str] = setting(
         factory=list,
-        doc="training samples to leave out, as STORE:INDEX, such as [own:17] of data/own. The place of each goes to "
-        "the next sample of the store, and all others keep place, times, masks and noise",
+        doc="training samples to leave out, as STORE:INDEX, for example [own:17] for sample 17 of data/own. The next "
+        "sample of the store takes the place of each, and all others keep their place, times, masks and noise",
         advice="Samples that `mmldlm explain` names. `mmldlm rewind` adds to them",
     )
     worker_timeout_s: float = setting(300.0, "seconds to wait for a step from the workers before the run ends", above=0)

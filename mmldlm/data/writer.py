@@ -232,7 +232,7 @@ def squared_deviations(folder: Path, shards: Sequence[ShardInfo], mean: np.ndarr
     # An error of rounding is uniform within a step: its variance is a twelfth of the step's square.
     if (rounding := (steps / 12) ** 0.5) > _MAX_ROUNDING * (spread := sum(squares) ** 0.5) > 0:
         found = f"{rounding / spread:.0%} of their spread, expected at most {_MAX_ROUNDING:.0%}"
-        raise DataError(f"latents are rounded by {found}: try --latent-dtype float32, or subtract their mean before")
+        raise DataError(f"latents are rounded by {found}: try --latent-dtype float32, or subtract their mean first")
     return squares, largest
 
 

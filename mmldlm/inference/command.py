@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mmldlm.data.prepare.documents import Document
 from mmldlm.diffusion.noise import MODES
 from mmldlm.diffusion.sampling import Generation
 from mmldlm.errors import UsageError
@@ -22,6 +21,7 @@ from mmldlm.inference import batch
 from mmldlm.inference.conditions import encode_texts, read_latents
 from mmldlm.inference.edit import SpanEdit, mask_span
 from mmldlm.inference.generate import check_guidance, interpolate, sample
+from mmldlm.prepare.documents import Document
 from mmldlm.run.load import LoadedRun, add_run_options, add_search, add_settings, given_settings, load_run
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import write_atomically

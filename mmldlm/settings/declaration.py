@@ -40,16 +40,19 @@ def setting(
     above: float | None = None,
     below: float | None = None,
     advice: str = "",
+    **argument: Any,
 ) -> Any:
     """Return a dataclass field for a setting.
 
     `doc` is one line for `docs/settings.md`. The bounds `at_least` and `at_most` are inclusive, `above` and `below` are
     exclusive. `advice` says how to choose the value, if there is something to say.
+    `argument` has arguments of argparse, for a setting that is an option of a command.
     """
     bounds = {"ge": at_least, "gt": above, "le": at_most, "lt": below}
     metadata = {
         "doc": doc,
         "advice": advice,
+        "argument": argument,
         # From here on the names are pydantic's.
         "description": ". ".join(filter(None, (doc, advice))),
         **{name: bound for name, bound in bounds.items() if bound is not None},

@@ -33,6 +33,8 @@ REMOVED_WORDS = {
     "sample --watch": "read the finished texts",
     "demo": "use `python examples/demo.py RUN` of the checkout",
     **dict.fromkeys(("prepare --cluster", "prepare --cluster-option"), "use --processes, or prepare on one machine"),
+    "prepare --no-normalise": "use --no-normalize",
+    "data sample --neighbours": "use --neighbors",
     "checkpoints verify": "use `mmldlm verify FOLDER`, of a run or a checkpoint",
     "evaluate --perplexity-model": "use a language model of your own on texts of `mmldlm sample RUN --mode joint`",
     "evaluate --steps": "use sampling.steps=N, in t2l sampling.t2l_steps=N",

@@ -18,6 +18,7 @@ from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.memory_estimate import Estimate, estimate
 from tests.helpers.engine_runs import record_list
+from tests.helpers.user_errors import refused
 
 quick = pytest.mark.quick
 
@@ -57,22 +58,22 @@ def test_stages_and_null() -> None:
 
 @quick
 @pytest.mark.parametrize(
-    ("schedule", "complaint"),
+    ("schedule", "named"),
     [
-        ("{-5: {micro_batch_size: 4}}", "batch_schedule.-5: expected an optimizer step, at least 0, found -5"),
-        ("{5: {}}", "batch_schedule.5: expected a size, such as global_batch_size, found none"),
-        ("{5: {micro_batch_size: 0}}", "batch_schedule.5.micro_batch_size: must be at least 1, found 0"),
-        ("{5: {global_batch_size: -8}}", "batch_schedule.5.global_batch_size: must be at least 1, found -8"),
-        ("{5: {micro_batch: 4}}", "batch_schedule.5.micro_batch: expected 'global_batch_size', 'micro_batch_size'"),
-        ("{5: {micro_batch_size: many}}", "batch_schedule.5.micro_batch_size: expected whole number, found 'many'"),
-        ("{5: 16}", "batch_schedule.5: expected map, found 16"),
-        ("{soon: {micro_batch_size: 4}}", "batch_schedule.soon: expected whole number, found 'soon'"),
+        ("{-5: {micro_batch_size: 4}}", ".-5 0"),
+        ("{5: {}}", ".5 global_batch_size"),
+        ("{5: {micro_batch_size: 0}}", ".5.micro_batch_size 1 0"),
+        ("{5: {global_batch_size: -8}}", ".5.global_batch_size 1 -8"),
+        ("{5: {micro_batch: 4}}", ".5.micro_batch 'global_batch_size' 'micro_batch_size'"),
+        ("{5: {micro_batch_size: many}}", ".5.micro_batch_size 'many'"),
+        ("{5: 16}", ".5 map 16"),
+        ("{soon: {micro_batch_size: 4}}", ".soon 'soon'"),
     ],
 )
-def test_invalid_schedule_is_refused_by_key(schedule: str, complaint: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_invalid_schedule_is_refused_by_key(schedule: str, named: str) -> None:
+    key, *values = named.split()
+    with refused(ConfigError, f"train.batch_schedule{key}", *values):
         load_config(None, [f"train.batch_schedule={schedule}"])
-    assert f"train.{complaint}" in str(error.value) and "\n" not in str(error.value)
 
 
 @quick
@@ -96,9 +97,8 @@ def test_indivisible_stage_names_the_nearest_sizes(
         f"train.micro_batch_size={micro}",
         f"train.batch_schedule={schedule}",
     ]
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, key, nearest):
         load_config(None, settings).train.check_batches(world_size)
-    assert key in str(error.value) and str(error.value).endswith(f"such as {nearest}")
 
 
 def test_a_late_stage_is_refused_before_anything_is_created(

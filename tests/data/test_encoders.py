@@ -16,11 +16,12 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from mmldlm.data.encoders import ChunkedEncoder, LsaEncoder, SentenceTransformerEncoder, load_encoder
 from mmldlm.data.inspect import verify_store
-from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
+from mmldlm.prepare.pipeline import prepare
 from tests.helpers.sample_corpus import small_config, write_corpus
+from tests.helpers.user_errors import refused
 
 TEXTS = [
     "Whales swim in the sea.",
@@ -113,11 +114,11 @@ def test_encoder_batch_size_and_device_change_no_latent(folder: Path, tmp_path: 
         result = encoder.encode(TEXTS)
     assert sizes == [1, 1, 1]
     assert np.allclose(result, SentenceTransformerEncoder(str(folder), batch_size=32).encode(TEXTS), atol=1e-5)
-    with pytest.raises(DataError, match="cannot load the model"):
+    with refused(DataError, "sentence-transformers:", "nonsense"):
         SentenceTransformerEncoder(str(folder), device="nonsense")
     ChunkedEncoder(encoder, 2).save(tmp_path / "encoder")
     assert load_encoder(tmp_path / "encoder", batch_size=3).inner.batch_size == 3  # type: ignore[attr-defined]
-    with pytest.raises(DataError, match="cannot load the model"):
+    with refused(DataError, "sentence-transformers:", "nonsense"):
         load_encoder(tmp_path / "encoder", device="nonsense")
 
 
@@ -132,7 +133,7 @@ def test_prompt_name_is_one_of_the_models_own(folder: Path, tmp_path: Path) -> N
     assert named.identity["prompt"] == "Instruct: Find similar text\nQuery:"
     named.save(tmp_path / "encoder")
     assert np.array_equal(load_encoder(tmp_path / "encoder").encode(TEXTS), named.encode(TEXTS))
-    with pytest.raises(UsageError, match=r"--prompt-name passage: .* has query; expected one of these"):
+    with refused(UsageError, "--prompt-name passage", "query"):
         SentenceTransformerEncoder(str(folder), prompt_name="passage")
     assert SentenceTransformerEncoder(str(folder)).prompt is None
 
@@ -162,7 +163,7 @@ def test_texts_that_a_model_reads_in_part_are_counted(
 
 
 def test_encoder_revision_is_for_models_by_name(folder: Path) -> None:
-    with pytest.raises(UsageError, match=r"--encoder-revision abc: .* is a folder"):
+    with refused(UsageError, "--encoder-revision abc", folder):
         SentenceTransformerEncoder(str(folder), revision="abc")
 
 
@@ -185,7 +186,7 @@ def test_a_store_of_minilm_with_segments_and_a_prompt(folder: Path, tmp_path: Pa
     assert verify_store(tmp_path / "store") == []
     # Neither is recorded, as neither changes a latent: this is the same store.
     assert prepare(replace(config, encoder_device=None, encoder_batch_size=4), progress=False) == manifest
-    with pytest.raises(DataError, match="cannot load the model"):
+    with refused(DataError, "sentence-transformers:", "nonsense"):
         prepare(replace(config, encoder_device="nonsense", overwrite=True), progress=False)
 
 
@@ -199,10 +200,10 @@ def test_a_store_alone_loads_no_model(folder: Path, tmp_path: Path, monkeypatch:
     assert np.array_equal(load_encoder(tmp_path / "encoder").encode(TEXTS)[:, 0], expected[:, 0]), "its own maker's"
     # Moved, and on another machine.
     moved = shutil.move(folder, tmp_path / "moved")
-    with pytest.raises(DataError, match=rf"model 'model', which is not .* nor at {folder}; .* set MMLDLM_ENCODER"):
+    with refused(DataError, "'model'", folder, "MMLDLM_ENCODER"):
         load_encoder(tmp_path / "encoder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
-    with pytest.raises(DataError, match=r"model 'model', which is not .* set MMLDLM_ENCODER"):
+    with refused(DataError, "'model'", "MMLDLM_ENCODER"):
         load_encoder(tmp_path / "encoder")
     monkeypatch.setenv("MMLDLM_ENCODER", str(moved))
     loaded = load_encoder(tmp_path / "encoder")
@@ -210,7 +211,7 @@ def test_a_store_alone_loads_no_model(folder: Path, tmp_path: Path, monkeypatch:
     assert loaded.inner.identity == identity  # type: ignore[attr-defined]
     # Another model is compared before anything of it is loaded.
     (moved / "modules.json").write_text("not even JSON")
-    with pytest.raises(DataError, match=f"model {moved} has revision .*, expected .* store was prepared"):
+    with refused(DataError, moved, identity["revision"]):
         load_encoder(tmp_path / "encoder")
     assert not (tmp_path / "other").exists(), "loading is no word of the user"
 
@@ -224,7 +225,7 @@ def test_names_that_a_stranger_chose_are_not_asked_for(
     for name in ("someone/model", str(folder), "../model"):
         (tmp_path / "encoder").mkdir(exist_ok=True)
         (tmp_path / "encoder" / "encoder.json").write_text(json.dumps({**description, "name": name}))
-        with pytest.raises(DataError, match=f"sentence-transformers model '{name}', which is not"):
+        with refused(DataError, f"'{name}'", "MMLDLM_ENCODER"):
             load_encoder(tmp_path / "encoder")
     assert not opened
 
@@ -253,10 +254,10 @@ def plant_pickle(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("plant", "expected"),
     [
-        (plant_module, "module 'evil.Evil', expected Dense, Normalize"),
-        (plant_library_function, "import_from_string', expected Dense"),
-        (plant_pickle, "pytorch_model.bin: pickled weights, expected safetensors"),
-        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "adapter_config.json: names another model"),
+        (plant_module, "'evil.Evil' Dense Normalize"),
+        (plant_library_function, "import_from_string Dense"),
+        (plant_pickle, "pytorch_model.bin safetensors"),
+        (lambda folder: (folder / "adapter_config.json").write_text("{}"), "adapter_config.json"),
     ],
 )
 def test_models_that_bring_code_are_refused(
@@ -264,6 +265,6 @@ def test_models_that_bring_code_are_refused(
 ) -> None:
     plant(folder)
     monkeypatch.syspath_prepend(str(folder))
-    with pytest.raises(DataError, match=expected):
+    with refused(DataError, *expected.split()):
         SentenceTransformerEncoder(str(folder))
     assert not (folder / "ran").exists()

@@ -20,18 +20,19 @@ from mmldlm.data.encoders.learned import (
     train_autoencoder,
 )
 from mmldlm.data.inspect import verify_store
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import reencoding_metrics
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import main, prepare
 from mmldlm.run.load import load_run
 from mmldlm.train import main as train
 from mmldlm.utils.progress import Progress
 from tests.helpers.sample_corpus import flip_bit, small_config, write_corpus
 from tests.helpers.tiny_config import TINY
+from tests.helpers.user_errors import refused
 
 SILENT = Progress(enabled=False)
 
@@ -74,7 +75,7 @@ def test_texts_that_cannot_be_encoded(encoder: LearnedEncoder, texts: list[str],
     lower = [text.lower().replace(".", "") for text in texts[:20]]
     of_letters = fit(lower, Tokenizer.characters(), 1)
     assert np.isnan(of_letters.encode(["rose", "Rose", "tide"])).all(axis=(1, 2)).tolist() == [False, True, False]
-    with pytest.raises(DataError, match="--encoder learned: the training split has no tokens"):
+    with refused(DataError, "--encoder learned"):
         fit(["", ""], tokenizer)
 
 
@@ -227,7 +228,7 @@ def test_options_decide_on_the_encoder(tmp_path: Path, capsys: pytest.CaptureFix
     description = json.loads((out / "encoder/encoder.json").read_text())
     assert (description["steps"], description["seed"], description["sizes"]["width"]) == (2, 7, 64)
     assert Store.open(out).split("train").latents(0).shape == (2, 5)
-    with pytest.raises(DataError, match="a store with other encoder_steps"):
+    with refused(DataError, "encoder_steps"):
         main([*given, *small, "--encoder-steps", "3"])
 
 

@@ -21,6 +21,7 @@ from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.metrics import read_metrics
 from tests.helpers.operations import count_calls
 from tests.helpers.stores import linked_shards_store, many_shards_store, random_letters_store
+from tests.helpers.user_errors import refused
 
 SIZES = DataConfig(verify="sizes")
 
@@ -108,9 +109,9 @@ def test_invalid_offsets_are_named_when_read(tmp_path: Path, workers: int) -> No
     with pytest.raises(DataError, match=r"^step 0: .*train-00001.offsets.npy: sample [67] has -?\d+ tokens") as error:
         list(loader.steps(0, 30))
     assert "\n" not in str(error.value)
-    with pytest.raises(DataError, match=r"train-00001.offsets.npy: sample 6 has"):
+    with refused(DataError, "train-00001.offsets.npy", "6"):
         verify_part(store)
-    with pytest.raises(DataError, match=r"train-00001.offsets.npy: sample 6 has"):
+    with refused(DataError, "train-00001.offsets.npy", "6"):
         store.split("train").gather(np.array([56]))
 
 

@@ -25,6 +25,7 @@ from mmldlm.evaluation.validate import validation_ids
 from mmldlm.trainer.consistency import fingerprint
 from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.stores import change_manifest, random_letters_store
+from tests.helpers.user_errors import refused
 
 pytestmark = pytest.mark.quick
 WEIGHTS = [(0.7, 0.2, 0.1), (0.999, 0.001), (0.5, 0.5), (1 / 3, 1 / 3, 1 / 3), (8, 4, 2, 1, 1), (1,) * 9, (1,)]
@@ -205,27 +206,26 @@ def test_stores_with_equal_names_are_distinguished(three: list[Path], tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "named"),
     [
         (
             {"tokenizer__sha256": "f" * 64, "files__tokenizer/tokenizer.json__sha256": "f" * 64},
-            "tokenizer is '[0-9a-f]+' and 'f+'",
+            "tokenizer ffff",
         ),
-        ({"mask_id": 5}, "mask_id is 27 and 5"),
-        ({"vocab_size": 60}, "vocab_size is 29 and 60"),
-        ({"encoder__revision": "x"}, "encoder revision is '[0-9a-f]+' and 'x'"),
-        ({"encoder": {"name": "lsa"}}, "encoder dim is 4 and None"),
-        ({"encoder__more": 1}, "encoder is .* and "),
+        ({"mask_id": 5}, "mask_id 27 5"),
+        ({"vocab_size": 60}, "vocab_size 29 60"),
+        ({"encoder__revision": "x"}, "revision 'x'"),
+        ({"encoder": {"name": "lsa"}}, "dim 4 None"),
+        ({"encoder__more": 1}, "encoder"),
     ],
 )
 def test_incompatible_stores_are_refused(
-    three: list[Path], tmp_path: Path, change: dict[str, object], message: str
+    three: list[Path], tmp_path: Path, change: dict[str, object], named: str
 ) -> None:
     other = Path(shutil.copytree(three[1], tmp_path / "other"))
     change_manifest(other, **change)
-    with pytest.raises(DataError, match=message) as error:
+    with refused(DataError, three[0], other, *named.split()):
         open_data({str(three[0]): 2, str(other): 1})
-    assert str(three[0]) in str(error.value) and str(other) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_latents_of_another_shape_are_refused(three: list[Path], tmp_path: Path) -> None:
@@ -234,26 +234,26 @@ def test_latents_of_another_shape_are_refused(three: list[Path], tmp_path: Path)
         for split in ("train", "validation", "test"):
             writer.add(split, [np.array([1])] * 2, np.array([[[1.0, 2.0]], [[3.0, 4.0]]]), [1, 1])
         writer.finish([], {}, {}, {})
-    with pytest.raises(DataError, match=r"latent shape is \[1, 4\] and \[1, 2\]"):
+    with refused(DataError, "[1, 4]", "[1, 2]"):
         open_data({str(three[0]): 2, str(tmp_path / "other"): 1})
 
 
 def test_the_same_store_twice_is_refused(three: list[Path], tmp_path: Path) -> None:
     shutil.copytree(three[1], tmp_path / "copy")
-    with pytest.raises(DataError, match="are the same store, expected different ones"):
+    with refused(DataError, three[1], tmp_path / "copy"):
         open_data({str(three[1]): 1, str(tmp_path / "copy"): 1})
 
 
 def test_mixture_is_checked_before_reading(weighed: dict[str, float]) -> None:
-    with pytest.raises(ConfigError, match=r"data.mixture: expected this or data.path, found both \(data.path is a\)"):
+    with refused(ConfigError, "data.mixture", "data.path is a"):
         load_config(None, ["data.path=a", "data.mixture={b: 1}"])
     for weight in (0, -1):
-        with pytest.raises(ConfigError, match=f"data.mixture.b: must be above 0, found {weight}"):
+        with refused(ConfigError, "data.mixture.b", weight):
             load_config(None, [f"data.mixture={{a: 1, b: {weight}}}"])
-    with pytest.raises(ConfigError, match=r"data.mixture.b: expected number, found 'x'"):
+    with refused(ConfigError, "data.mixture.b", "'x'"):
         load_config(None, ["data.mixture={b: x}"])
     require_paths(load_config(None, [f"data.mixture={weighed}"]), "data.path")
-    with pytest.raises(ConfigError, match=r"data.path: expected a path"):
+    with refused(ConfigError, "data.path"):
         require_paths(load_config(None), "data.path")
 
 
@@ -265,5 +265,5 @@ def test_validation_is_of_all_stores_by_their_shares(weighed: dict[str, float]) 
     assert {name: len(rows) for name, rows in split.group_by_source(ids).items()} == {"one": 14, "two": 4, "three": 2}
     bad = [ids[0], ids[19]]
     assert not set(bad) & set(validation_ids(store.without({"validation": sorted(bad)}).split("validation"), 20))
-    with pytest.raises(DataError, match="two: all 24 samples of split validation are bad"):
+    with refused(DataError, "two", 24, "validation"):
         store.without({"validation": range(24, 48)})

@@ -20,6 +20,7 @@ from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import record_list
+from tests.helpers.user_errors import refused
 
 quick = pytest.mark.quick
 
@@ -87,27 +88,26 @@ def test_stages_of_a_schedule_have_budgets() -> None:
 
 @quick
 @pytest.mark.parametrize(
-    ("setting", "complaint"),
+    ("setting", "named"),
     [
-        ("train.micro_batch_tokens=-1", "train.micro_batch_tokens: must be at least 0, found -1"),
-        ("train.micro_batch_tokens=many", "train.micro_batch_tokens: expected whole number, found 'many'"),
+        ("train.micro_batch_tokens=-1", "train.micro_batch_tokens 0 -1"),
+        ("train.micro_batch_tokens=many", "train.micro_batch_tokens 'many'"),
         (
             "train.batch_schedule={5: {micro_batch_tokens: -1}}",
-            "batch_schedule.5.micro_batch_tokens: must be at least 0, found -1",
+            "batch_schedule.5.micro_batch_tokens 0 -1",
         ),
     ],
 )
-def test_invalid_budgets_are_refused(setting: str, complaint: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_invalid_budgets_are_refused(setting: str, named: str) -> None:
+    with refused(ConfigError, *named.split()):
         load_config(None, [setting])
-    assert complaint in str(error.value)
 
 
 @quick
 def test_with_a_budget_only_ranks_must_divide_a_global_batch() -> None:
     config = load_config(None, ["train={global_batch_size: 30, micro_batch_size: 4, micro_batch_tokens: 100}"]).train
     config.check_batches(5)
-    with pytest.raises(ConfigError, match=r"global_batch_size is 30, expected a multiple of 4 processes, .* 28 or 32"):
+    with refused(ConfigError, "global_batch_size is 30", "28 or 32"):
         config.check_batches(4)
 
 

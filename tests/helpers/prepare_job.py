@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from mmldlm.data.prepare.pipeline import main
 from mmldlm.data.store import Store
+from mmldlm.prepare.pipeline import main
 from tests.helpers.sample_corpus import write_corpus
 
 

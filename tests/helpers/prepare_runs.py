@@ -14,7 +14,7 @@ from mmldlm.errors import run_command
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
 FORKING = multiprocessing.get_context("forkserver")
-FORKING.set_forkserver_preload(["mmldlm.data.prepare.pipeline"])
+FORKING.set_forkserver_preload(["mmldlm.prepare.pipeline"])
 
 
 class Preparation:
@@ -47,7 +47,7 @@ class Preparation:
 
 
 def _run(arguments: list[str], log: str) -> None:
-    from mmldlm.data.prepare.pipeline import main
+    from mmldlm.prepare.pipeline import main
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)

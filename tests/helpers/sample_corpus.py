@@ -14,10 +14,10 @@ import numpy as np
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, checksum_line
-from mmldlm.data.prepare.documents import SUFFIXES, Columns, Document, Format, Problem
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.prepare.documents import SUFFIXES, Columns, Document, Format, Problem
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.readers.text import read_text, text_parts
 from mmldlm.utils.files import file_info
 
 TOPICS = {

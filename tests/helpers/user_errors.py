@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from subprocess import CompletedProcess
+
+import pytest
+
+from mmldlm.errors import MmldlmError
 
 
 def assert_user_error(
@@ -22,3 +28,12 @@ def assert_user_error(
     assert lines[-1].startswith("mmldlm: error: ") and (len(lines) == 1 or not alone), errors
     assert "Traceback" not in errors, errors
     assert all(text in lines[-1] for text in must_name), (must_name, lines[-1])
+
+
+@contextmanager
+def refused(kind: type[MmldlmError], *must_name: object) -> Iterator[None]:
+    """Check that the block raises an error of this kind, in one line that contains all of `must_name`."""
+    with pytest.raises(kind) as error:
+        yield
+    line = str(error.value)
+    assert "\n" not in line and not [name for name in map(str, must_name) if name not in line], (must_name, line)

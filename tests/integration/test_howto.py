@@ -36,10 +36,9 @@ import pytest
 
 from mmldlm import cli, train
 from mmldlm.config import load_config
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import ConfigError
-from tests.helpers.lgdlm_configs import write_configs
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import prepare
 from tests.helpers.lgdlm_folders import make_samples, write_base
 from tests.helpers.pages import Reader, blocks, nothing_else_is_shown
 from tests.helpers.paths import ROOT
@@ -97,7 +96,6 @@ def write_texts(folder: Path) -> None:
         shutil.copytree(model, folder / "models" / "minilm", copy_function=os.symlink)
     (folder / "old").mkdir()
     write_base(folder / "old" / "sonar-embeddings", make_samples(folder / "old"))
-    write_configs(folder / "old" / "configs")
 
 
 @contextmanager

@@ -209,7 +209,7 @@ def test_resume_refuses_another_network(tiny_config: Path, tmp_path: Path, capsy
 def test_resume_refuses_another_tokenizer(
     tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mmldlm.data.prepare.pipeline import prepare
+    from mmldlm.prepare.pipeline import prepare
     from tests.helpers.sample_corpus import small_config, write_corpus
 
     assert train.main([str(tiny_config)]) == 0

@@ -17,11 +17,11 @@ from mmldlm import cli, train
 from mmldlm.checkpoint.manifest import MANIFEST, verify_checkpoint
 from mmldlm.checkpoint.tensors import read_range
 from mmldlm.config import RunConfig, load_config
-from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.model.initial_weights import InitialWeights
+from mmldlm.prepare.pipeline import prepare
 from mmldlm.run.factory import build_meta_model
 from mmldlm.run.warm_start import WarmStart, find_source, warm_start
 from mmldlm.utils.files import sha256

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.data.prepare.pipeline import prepare
+from mmldlm.prepare.pipeline import prepare
 from mmldlm.utils.progress import STATUS_INTERVAL_S, Progress, ProgressLine
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_corpus import small_config, write_corpus

@@ -1,1 +1,1 @@
-"""`mmldlm convert lgdlm`: data and run configs of the LGDLM trainer, for those who come from there."""
+"""`mmldlm convert lgdlm`: data of the LGDLM trainer, for those who come from there."""

@@ -25,8 +25,8 @@ import numpy as np
 
 from mmldlm.contrib.lgdlm.dat import read_dat
 from mmldlm.contrib.lgdlm.samples import Sample, SourceSample, check_latents, read_token_archive, remove_padding
-from mmldlm.data.prepare.readers.latents import map_array
 from mmldlm.errors import DataError
+from mmldlm.prepare.readers.latents import map_array
 
 LAYOUTS = ("pairs", "batches", "dat", "texts")
 _JSON_NAMES = ("train_data.json", "validation_data.json", "val_data.json", "test_data.json")

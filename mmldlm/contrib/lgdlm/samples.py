@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from mmldlm.data.prepare.readers import latents
 from mmldlm.errors import DataError
+from mmldlm.prepare.readers import latents
 
 _MAX_ARCHIVE_BYTES = 1 << 26  # of one sample's tokens, uncompressed; larger ones are not read into memory
 

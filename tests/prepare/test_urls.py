@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.errors import DataError, UsageError
+from mmldlm.prepare.pipeline import prepare
 from tests.helpers.prepare_runs import differing
 from tests.helpers.sample_corpus import small_config, write_corpus
+from tests.helpers.user_errors import refused
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -60,11 +61,11 @@ def test_several_processes(inputs: Path, tmp_path: Path) -> None:
 
 
 def test_urls_that_cannot_be_read(memory: str, tmp_path: Path) -> None:
-    for url, error, message in (
-        (f"{memory}/none.txt", DataError, "none.txt: no such file"),
-        (f"{memory}/*.none", DataError, "no such file"),
-        ("nonsense://a/b.txt", DataError, "nonsense://a/b.txt: cannot read: Protocol not known"),
-        ("abfs://bucket/a.txt", UsageError, "abfs://bucket/a.txt: .*adlfs"),
+    for url, error, *named in (
+        (f"{memory}/none.txt", DataError, "none.txt"),
+        (f"{memory}/*.none", DataError, "*.none"),
+        ("nonsense://a/b.txt", DataError, "nonsense://a/b.txt"),
+        ("abfs://bucket/a.txt", UsageError, "abfs://bucket/a.txt", "adlfs"),
     ):
-        with pytest.raises(error, match=message):
+        with refused(error, *named):
             prepare(replace(small_config(tmp_path / "store"), inputs=(url,)), progress=False)

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from mmldlm.data.prepare.documents import Document, DocumentStream, Problem, ProblemKind
-from mmldlm.data.prepare.readers.tables import read_latent_table
 from mmldlm.errors import DataError, UsageError
+from mmldlm.prepare.documents import Document, DocumentStream, Problem, ProblemKind
+from mmldlm.prepare.readers.tables import read_latent_table
 from mmldlm.utils.files import sha256
 
 POSITION = "position"  # instead of a file of ids: row i belongs to the i-th document

@@ -3,117 +3,92 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from mmldlm.data.encoders import ImportedLatents, read_description
 from mmldlm.data.encoders.learned import HEAD_WIDTH
-from mmldlm.data.prepare.documents import FORMATS, TEXT_FORMATS, Format
-from mmldlm.data.prepare.readers.python_docs import CORPORA
 from mmldlm.data.tokenizer import BUILT_IN
-from mmldlm.errors import UsageError
+from mmldlm.errors import ConfigError, UsageError
+from mmldlm.prepare.documents import FORMATS, TEXT_FORMATS, Format
+from mmldlm.prepare.readers.python_docs import CORPORA
+from mmldlm.settings.declaration import dump, setting
+from mmldlm.settings.fields import build
 
-
-def option(
-    default: Any = None,
-    help: str = "",
-    *,
-    choices: tuple[str, ...] = (),
-    at_least: int | None = None,
-    recorded: bool = True,
-    **argument: Any,
-) -> Any:
-    """Return a field with the bounds and the arguments of argparse of its option, named after the field.
-
-    An option that is not `recorded` does not affect the contents of the store.
-    """
-    if choices:
-        argument["choices"] = choices
-    argument["help"] = help
-    metadata = {"choices": choices, "at_least": at_least, "recorded": recorded, "argument": argument}
-    return field(default=default, metadata=metadata)
+# Options that do not affect the contents of the store; the inputs are recorded as its sources.
+_NOT_RECORDED = ("out", "inputs", "encoder_batch_size", "encoder_device", "lossy", "overwrite", "processes")
 
 
 @dataclass(frozen=True)
 class PrepareConfig:
     """Options of `mmldlm prepare`. Exactly one of `inputs` and `corpus` is set."""
 
-    out: str = option("", "folder to create", recorded=False, required=True, metavar="STORE")
-    inputs: tuple[str, ...] = option(
-        (), "text, JSON, CSV, Parquet or Arrow: files, folders, glob patterns", recorded=False, nargs="*"
-    )
-    corpus: str | None = option(None, "an embedded corpus, instead of inputs", choices=CORPORA)
-    format: Format | None = option(None, f"{', '.join(FORMATS)} (default: by suffix)")  # noqa: RUF009
-    field: str = option("text", "field or column with the text (%(default)s)")
-    tokens_field: str | None = option(
+    out: str = setting("", "folder to create", required=True, metavar="STORE")
+    inputs: tuple[str, ...] = setting((), "text, JSON, CSV, Parquet or Arrow: files, folders, glob patterns", nargs="*")
+    corpus: Literal["python-docs", "simple-docs"] | None = setting(None, "an embedded corpus, instead of inputs")
+    format: Format | None = setting(None, f"{', '.join(FORMATS)} (default: by suffix)", choices=None)
+    field: str = setting("text", "field or column with the text (%(default)s)")
+    tokens_field: str | None = setting(
         None, "column of token ids produced by --tokenizer, instead of text", metavar="FIELD"
     )
-    latents_field: str | None = option(None, "column of latents, for --encoder included", metavar="FIELD")
-    key_field: str | None = option(None, "field or column with the id of the document", metavar="FIELD")
-    prefix_field: str | None = option(
+    latents_field: str | None = setting(None, "column of latents, for --encoder included", metavar="FIELD")
+    key_field: str | None = setting(None, "field or column with the id of the document", metavar="FIELD")
+    prefix_field: str | None = setting(
         None, "field or column with the condition of the text, such as a question; it is never masked", metavar="FIELD"
     )
-    group_field: str | None = option(None, "field or column: documents of one value share a split", metavar="FIELD")
-    separator: str | None = option(None, "line between documents, instead of blank ones (blocks)", metavar="LINE")
-    tokenizer: str = option("bpe", "bpe, words (trained here), characters (a-z and space), or a PATH")
-    vocab_size: int = option(None, "of the trained tokenizer (bpe: 4096, words: 16384)", at_least=1, type=int)
-    encoder: str = option(
+    group_field: str | None = setting(None, "field or column: documents with one value share a split", metavar="FIELD")
+    separator: str | None = setting(None, "line between documents, instead of a blank one (blocks)", metavar="LINE")
+    tokenizer: str = setting("bpe", "bpe, words (trained here), characters (a-z and space), or a PATH")
+    vocab_size: int = setting(None, "size of the trained vocabulary (bpe: 4096, words: 16384)", at_least=1)
+    encoder: str = setting(
         "lsa",
         "lsa, learned (an autoencoder trained here), sentence-transformers:NAME_OR_FOLDER, precomputed:FILE, or "
-        "included, for --latents-field (included with --latents-field, else lsa); or a STORE, for the encoder of it",
+        "included, for --latents-field (included with --latents-field, else lsa); or a STORE, to use its encoder",
     )
-    channels: int | None = option(
-        None, "latent channels (64 for lsa and learned, or as many as lsa can have; else all)", at_least=1, type=int
+    channels: int | None = setting(
+        None, "latent channels (lsa and learned: 64, lsa fewer for a small corpus; others: all)", at_least=1
     )
-    prompt: str | None = option(None, "prefix of each text for the sentence-transformers model, such as 'passage: '")
-    prompt_name: str | None = option(None, "one of the prompts defined by the model, such as query", metavar="NAME")
-    encoder_revision: str | None = option(None, "of a sentence-transformers model given by name", metavar="COMMIT")
-    encoder_batch_size: int = option(32, "texts per batch (%(default)s)", at_least=1, recorded=False)
-    encoder_device: str | None = option(
-        None, "such as cuda:1 (default: chosen by the library)", recorded=False, metavar="DEVICE"
+    prompt: str | None = setting(None, "prefix of each text for the sentence-transformers model, such as 'passage: '")
+    prompt_name: str | None = setting(None, "one of the prompts defined by the model, such as query", metavar="NAME")
+    encoder_revision: str | None = setting(None, "commit of a model given by name", metavar="COMMIT")
+    encoder_batch_size: int = setting(32, "texts per batch (%(default)s)", at_least=1)
+    encoder_device: str | None = setting(None, "such as cuda:1 (default: chosen by the library)", metavar="DEVICE")
+    encoder_steps: int | None = setting(None, "training steps of learned (1000)", at_least=1, metavar="N")
+    encoder_width: int | None = setting(None, "width of learned, a multiple of 32 (128)", at_least=1, metavar="W")
+    normalise: bool = setting(True, "keep the model's own norms, instead of norm 1")
+    latent_tokens: int | None = setting(
+        None, "latents per text, one for each of M segments (1; learned: 4)", at_least=1, metavar="M"
     )
-    encoder_steps: int | None = option(None, "training steps of learned (1000)", at_least=1, metavar="N", type=int)
-    encoder_width: int | None = option(None, "width of learned, a multiple of 32 (128)", metavar="W", type=int)
-    normalise: bool = option(True, "keep the norms of the model's vectors")
-    latent_tokens: int | None = option(
-        None, "latents of a text, each of one of M segments (1; learned: 4)", at_least=1, metavar="M", type=int
-    )
-    latent_ids: str | None = option(
+    latent_ids: str | None = setting(
         None, "ids of the rows of precomputed:FILE (.json, .txt, .npy), or position", metavar="FILE"
     )
-    latents_of: str | None = option(
+    latents_of: str | None = setting(
         None, "name of the model that computed the imported latents, for the record", metavar="NAME"
     )
-    encoder_version: str | None = option(
-        None, "of --latents-of: all stores with both have latents of one encoder", metavar="V"
+    encoder_version: str | None = setting(
+        None, "version of --latents-of: stores with the same name and version can be mixed", metavar="V"
     )
-    min_length: int = option(1, "minimum tokens of a sample (%(default)s)")
-    max_length: int = option(124, "maximum tokens of a sample (%(default)s: 128 with four latents, for GPUs)")
-    over_length: str = option("split", "longer documents (%(default)s)", choices=("split", "cut"))
-    validation_fraction: float = option(0.04, "of documents (%(default)s)")
-    test_fraction: float = option(0.04, "of documents (%(default)s)")
-    near_duplicates: bool = option(False, "keep texts that differ in a word in the same split")
-    latent_dtype: str = option("float16", "as stored (%(default)s)", choices=("float16", "float32"))
-    on_problem: str = option("error", "unusable documents (%(default)s)", choices=("error", "skip"))
-    max_problems: int = option(100, "with skip: stop above this many (%(default)s)")
-    lossy: bool = option(False, "accept a tokenizer to which half of the text or more is unknown", recorded=False)
-    seed: int = option(0, "of the split, lsa and learned (%(default)s)")
-    part_bytes: int = option(64 << 20, "input bytes per chunk (%(default)s)", at_least=1)
-    fit_documents: int = option(100_000, "maximum to fit to (%(default)s)", at_least=1)
-    overwrite: bool = option(False, "replace an existing store, or an unfinished one of other data", recorded=False)
-    processes: int = option(1, "on this machine (%(default)s)", at_least=1, recorded=False)
-
-    def __post_init__(self) -> None:
-        if self.vocab_size is None:
-            # Words beyond it are spelled in bytes, of which a small network makes words that do not exist.
-            object.__setattr__(self, "vocab_size", 16_384 if self.tokenizer == "words" else 4096)
-        if self.separator and not self.format:
-            object.__setattr__(self, "format", "blocks")
+    min_length: int = setting(1, "minimum tokens of a sample (%(default)s)", at_least=1)
+    max_length: int = setting(124, "maximum tokens of a sample (%(default)s: 128 with four latents, for GPUs)")
+    over_length: Literal["split", "cut"] = setting("split", "longer documents (%(default)s)")
+    validation_fraction: float = setting(0.04, "share of the documents (%(default)s)", above=0)
+    test_fraction: float = setting(0.04, "share of the documents (%(default)s)", above=0)
+    near_duplicates: bool = setting(False, "keep texts that differ in a word in the same split")
+    latent_dtype: Literal["float16", "float32"] = setting("float16", "as stored (%(default)s)")
+    on_problem: Literal["error", "skip"] = setting("error", "unusable documents (%(default)s)")
+    max_problems: int = setting(100, "with skip: stop above this many (%(default)s)")
+    lossy: bool = setting(False, "accept a tokenizer that loses half of the text or more")
+    seed: int = setting(0, "seed of the splits, lsa and learned (%(default)s)")
+    part_bytes: int = setting(64 << 20, "input bytes per chunk (%(default)s)", at_least=1)
+    fit_documents: int = setting(100_000, "most documents to fit to (%(default)s)", at_least=1)
+    overwrite: bool = setting(False, "replace an existing store, or an unfinished one of other data")
+    processes: int = setting(1, "worker processes on this machine (%(default)s)", at_least=1)
 
     def recorded(self) -> dict[str, Any]:
-        """Return the options that determine the contents of the store, without the inputs (recorded as its sources)."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.metadata["recorded"]}
+        """Return the options that determine the contents of the store."""
+        return {name: value for name, value in dump(self).items() if name not in _NOT_RECORDED}
 
     def differing(self, recorded: dict[str, Any]) -> list[str]:
         """Return the names of options with another value in `recorded`."""
@@ -130,28 +105,35 @@ class PrepareConfig:
         is_kind = self.encoder in ("lsa", "learned") or self.encoder.startswith("sentence-transformers:")
         return None if is_kind or self.imports_latents else Path(self.encoder) / "encoder"
 
-    def check(self) -> None:
-        """Check all options, alone and combined; a `UsageError` names the first invalid one and the values expected."""
+    def checked(self) -> PrepareConfig:
+        """Return the options with the defaults that depend on others, after a check of all, alone and combined.
+
+        A `UsageError` names the first invalid one and the values expected.
+        """
+        config = self
+        if self.vocab_size is None:
+            # Words beyond it are spelled in bytes, of which a small network makes words that do not exist.
+            config = replace(config, vocab_size=16_384 if self.tokenizer == "words" else 4096)
+        if self.separator and not self.format:
+            config = replace(config, format="blocks")
+        config._check()
+        return config
+
+    def _check(self) -> None:
         if self.format and self.format.startswith(("lgdlm", "predecessor")):
             raise UsageError(f"--format {self.format}: run `mmldlm convert lgdlm FOLDER OUT`, then prepare OUT")
         if bool(self.inputs) == bool(self.corpus):
             raise UsageError(f"expected either input files or --corpus {' or '.join(CORPORA)}")
-        if not 1 <= self.min_length <= self.max_length:
+        try:
+            build(PrepareConfig, dump(self))
+        except ConfigError as error:
+            name, _, problem = str(error).partition(":")
+            raise UsageError(f"{_flag(name)}:{problem}") from None
+        if self.min_length > self.max_length:
             raise UsageError(f"--min-length {self.min_length}: expected 1 to --max-length {self.max_length}")
-        fractions = (self.validation_fraction, self.test_fraction)
-        if min(fractions) <= 0 or sum(fractions) >= 1:
-            raise UsageError(
-                f"--validation-fraction and --test-fraction are {fractions}, expected above 0, sum below 1"
-            )
-        for item in fields(self):
-            value, at_least = getattr(self, item.name), item.metadata["at_least"]
-            # argparse checks choices too, but a config may be made without a command line.
-            choices = FORMATS if item.name == "format" else item.metadata["choices"]
-            if value is not None and at_least is not None and value < at_least:
-                raise UsageError(f"{_flag(item.name)} {value}: expected at least {at_least}")
-            if value is not None and choices and value not in choices:
-                raise UsageError(f"{_flag(item.name)} {value}: expected one of {', '.join(choices)}")
-        if self.encoder_width is not None and (self.encoder_width < 1 or self.encoder_width % HEAD_WIDTH):
+        if (held_out := self.validation_fraction + self.test_fraction) >= 1:
+            raise UsageError(f"--validation-fraction and --test-fraction are {held_out:g} in sum, expected below 1")
+        if (self.encoder_width or HEAD_WIDTH) % HEAD_WIDTH:
             raise UsageError(f"--encoder-width {self.encoder_width}: expected a multiple of {HEAD_WIDTH}")
         if self.separator and self.format != "blocks":
             raise UsageError(f"--separator {self.separator}: --format is {self.format}, expected blocks")
@@ -225,20 +207,26 @@ class PrepareConfig:
 
 def _flag(name: str) -> str:
     """Return the option that sets a field."""
-    return "--no-normalise" if name == "normalise" else f"--{name.replace('_', '-')}"
+    return "--no-normalize" if name == "normalise" else f"--{name.replace('_', '-')}"
 
 
 def parse_options(argv: list[str] | None) -> PrepareConfig:
     """Return the options of a command line, with the default of `--encoder` that suits the input."""
     parser = argparse.ArgumentParser(
-        "mmldlm prepare", description="Raw data to a store: tokens and latents, in splits."
+        "mmldlm prepare", description="Prepare a store, with tokens and latents in splits, from raw data."
     )
+    hints = get_type_hints(PrepareConfig)
     for item in fields(PrepareConfig):
-        argument = {"default": item.default, **item.metadata["argument"]}
-        if isinstance(item.default, bool):
+        hint = hints[item.name]
+        kind = get_args(hint)[0] if NoneType in get_args(hint) else hint
+        argument: dict[str, Any] = {"default": item.default, "help": item.metadata["doc"]}
+        if get_origin(kind) is Literal:
+            argument["choices"] = get_args(kind)
+        elif kind is bool:
             argument["action"] = "store_false" if item.default else "store_true"
-        elif isinstance(item.default, int | float):
-            argument["type"] = type(item.default)
+        elif kind in (int, float):
+            argument["type"] = kind
+        argument |= item.metadata["argument"]
         if item.name == "inputs":
             parser.add_argument("inputs", **argument)
         else:

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, BinaryIO, TypeAlias
 
-from mmldlm.data.prepare.documents import Columns, Document, DocumentStream, Format, Part, Problem, ProblemKind
-from mmldlm.data.prepare.readers.files import is_compressed, open_text
+from mmldlm.prepare.documents import Columns, Document, DocumentStream, Format, Part, Problem, ProblemKind
+from mmldlm.prepare.readers.files import is_compressed, open_text
 
 _Lines: TypeAlias = Iterable[tuple[int, bytes]]  # line number and line
 _Fault: TypeAlias = tuple[ProblemKind, str]

@@ -13,17 +13,18 @@ import torch
 
 from benchmarks.common.store_writer import StoreWriter
 from mmldlm.data.encoders import ImportedLatents
-from mmldlm.data.prepare.corpus import DocumentCacheWriter, cached_documents
-from mmldlm.data.prepare.documents import Document
-from mmldlm.data.prepare.job import make_plan
-from mmldlm.data.prepare.pipeline import main, prepare
-from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.writer import ShardWriter
 from mmldlm.errors import DataError
+from mmldlm.prepare.corpus import DocumentCacheWriter, cached_documents
+from mmldlm.prepare.documents import Document
+from mmldlm.prepare.job import make_plan
+from mmldlm.prepare.pipeline import main, prepare
+from mmldlm.prepare.readers.text import read_text, text_parts
 from tests.helpers.large_corpus import write_synthetic_corpus
 from tests.helpers.prepare_runs import FORKING
 from tests.helpers.sample_corpus import read_file, small_config, write_corpus
+from tests.helpers.user_errors import refused
 
 quick = pytest.mark.quick
 
@@ -153,7 +154,7 @@ def test_part_bytes_and_fit_documents(tmp_path: Path) -> None:
     assert identities[1 << 26, 100_000] == identities[9000, 100_000], "the fit depends on how the input is cut"
     assert identities[9000, 150] == identities[5000, 150] != identities[9000, 100_000]
     assert identities[5000, 151] != identities[5000, 150]
-    with pytest.raises(DataError, match="a store with other part_bytes; expected"):
+    with refused(DataError, "part_bytes"):
         prepare(replace(config, part_bytes=6000), progress=False)
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmldlm.data.prepare.pipeline import main
 from mmldlm.data.store import Store
 from mmldlm.errors import run_command
+from mmldlm.prepare.pipeline import main
 from tests.helpers.lgdlm_folders import Samples, make_samples, pairs_of
 from tests.helpers.prepare_runs import Preparation, differing, finished_tasks
 from tests.helpers.waiting import wait_until

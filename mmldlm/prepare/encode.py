@@ -12,14 +12,14 @@ import numpy as np
 
 from mmldlm.data.encoders import ImportedLatents, LatentEncoder
 from mmldlm.data.manifest import SPLITS, token_dtype
-from mmldlm.data.prepare.corpus import SPLITS_FOLDER, Corpus
-from mmldlm.data.prepare.documents import Document, Problem, batches
-from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.report import DOCUMENTS, ProblemLog, StageProgress
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.writer import ShardWriter
 from mmldlm.errors import DataError
+from mmldlm.prepare.corpus import SPLITS_FOLDER, Corpus
+from mmldlm.prepare.documents import Document, Problem, batches
+from mmldlm.prepare.job import Job
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.report import DOCUMENTS, ProblemLog, StageProgress
 
 SHARD_SAMPLES = 100_000
 ReportProblem: TypeAlias = Callable[[Problem], None]

@@ -13,21 +13,22 @@ import tokenizers
 import torch
 
 from mmldlm.data.encoders import LsaEncoder, load_encoder
-from mmldlm.data.prepare.corpus import exact_group, near_duplicate_groups
-from mmldlm.data.prepare.documents import Document, Problem
-from mmldlm.data.prepare.readers.files import find_files
-from mmldlm.data.prepare.readers.python_docs import (
+from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
+from mmldlm.errors import DataError
+from mmldlm.prepare.corpus import exact_group, near_duplicate_groups
+from mmldlm.prepare.documents import Document, Problem
+from mmldlm.prepare.readers.files import find_files
+from mmldlm.prepare.readers.python_docs import (
     NEAR_COPY_OVERLAP,
     is_prose,
     sentences,
     split_words,
     without_near_copies,
 )
-from mmldlm.data.prepare.readers.text import read_text, text_parts
-from mmldlm.data.tokenizer import MASK, PAD, Tokenizer
-from mmldlm.errors import DataError
+from mmldlm.prepare.readers.text import read_text, text_parts
 from tests.helpers.operations import count_calls
 from tests.helpers.sample_corpus import read_file, write_corpus
+from tests.helpers.user_errors import refused
 
 pytestmark = pytest.mark.quick
 
@@ -69,7 +70,7 @@ def test_training_and_saving_keep_the_identity(bpe: Tokenizer, tmp_path: Path) -
     loaded = Tokenizer.load(tmp_path / "saved")
     assert (loaded.identity, loaded.vocab_size, loaded.mask_id) == (one.identity, one.vocab_size, one.mask_id)
     assert loaded.encode_batch(texts) == one.encode_batch(texts)
-    with pytest.raises(DataError, match="--vocab-size 100: expected at least 258"):
+    with refused(DataError, "--vocab-size 100", 258):
         Tokenizer.train(texts, 100)
 
 
@@ -82,8 +83,8 @@ def test_a_foreign_tokenizer_gets_mask_and_pad(tmp_path: Path) -> None:
     loaded = Tokenizer.load(tmp_path / "foreign.json")
     assert (loaded.mask_id, loaded.pad_id, loaded.vocab_size) == (4, 2, 5)
     assert loaded.encode_batch(["a"]) == [[0]], "nothing is added, nothing cut"
-    for path, message in [(tmp_path / "none.json", "no such file"), (Path(__file__), "not a readable")]:
-        with pytest.raises(DataError, match=message):
+    for path in (tmp_path / "none.json", Path(__file__)):
+        with refused(DataError, path):
             Tokenizer.load(path)
 
 
@@ -111,18 +112,18 @@ GROWING = {
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("key", "value", "named"),
     [
-        ("normalizer", GROWING, "it makes texts 4,294,967,296 times as long"),
-        ("model", {"vocab": {"a": 0, "b": 1 << 31}}, "ids up to 2147483648, expected one each, up to"),
-        ("model", {"vocab": {"a": 0, "b": 3, "c": 3}}, "5 tokens have 3 ids up to"),
+        ("normalizer", GROWING, "4,294,967,296 256"),
+        ("model", {"vocab": {"a": 0, "b": 1 << 31}}, "2147483648 2^24"),
+        ("model", {"vocab": {"a": 0, "b": 3, "c": 3}}, "5 3"),
     ],
 )
-def test_a_tokenizer_without_bounds_is_refused(key: str, value: dict, message: str, tmp_path: Path) -> None:
+def test_a_tokenizer_without_bounds_is_refused(key: str, value: dict, named: str, tmp_path: Path) -> None:
     content = json.loads(tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0}, "a")).to_str())
     content[key] = {**(content[key] or {}), **value}
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(DataError, match=f"tokenizer.json: not a readable .*{message}"):
+    with refused(DataError, "tokenizer.json", *named.split()):
         Tokenizer.load(tmp_path)
 
 
@@ -142,7 +143,7 @@ def test_words_are_tokens_and_all_else_is_spelled_by_bytes(tmp_path: Path) -> No
 def test_the_commonest_words_get_the_tokens() -> None:
     tokenizer = Tokenizer.words(["aa aa aa bb bb cc"], 258 + 2)
     assert [len(ids) for ids in tokenizer.encode_batch(["aa", "bb", "cc"])] == [1, 1, 3]
-    with pytest.raises(DataError, match="--vocab-size 200: expected at least 258"):
+    with refused(DataError, "--vocab-size 200", 258):
         Tokenizer.words(["aa"], 200)
 
 
@@ -152,7 +153,7 @@ def test_characters() -> None:
     text = "  the quick  brown fox jumps over a lazy dog "
     (ids,) = tokenizer.encode_batch([text])
     assert len(ids) == len(text) and tokenizer.decode_batch([ids]) == [text]
-    with pytest.raises(DataError, match="alphabet"):
+    with refused(DataError, "alphabet"):
         tokenizer.encode_batch(["Upper"])
 
 
@@ -179,7 +180,7 @@ def test_lsa_tells_topics_apart_and_comes_back_from_disk(tmp_path: Path) -> None
 
 def test_lsa_is_refused_for_texts_without_spaces(tmp_path: Path) -> None:
     texts = ["今天今天读城市晚上给", "房子书在书他们鸟跑晚上一本走", "今天 读 书"]
-    with pytest.raises(DataError, match=r"reads words between spaces, found '今天.*--encoder learned"):
+    with refused(DataError, "--encoder lsa", "'今天", "--encoder learned"):
         LsaEncoder.fit(texts * 5, 2)
     spaced = [" ".join(text) for text in texts]
     assert LsaEncoder.fit([*spaced, "ein Wort 今天今天今天今天 und zehn andere von hier bis da"], 2).channels == 2
@@ -190,12 +191,12 @@ def test_lsa_gives_nan_where_it_knows_no_word(tmp_path: Path) -> None:
     latents = encoder.encode(["one", "unknown words", "", "!!!", "FOUR two"])
     assert np.isnan(latents).all(axis=(1, 2)).tolist() == [False, True, True, True, False]
     assert encoder.encode([]).shape == (0, 1, 2)
-    with pytest.raises(DataError, match=r"--channels 9: .*3 texts and 4 words, expected at most 3"):
+    with refused(DataError, "--channels 9", "3 texts", "4 words", "at most 3"):
         LsaEncoder.fit(["one two", "two three", "three four"], 9)
-    with pytest.raises(DataError, match=r"encoder.json: no such file"):
+    with refused(DataError, "encoder.json"):
         load_encoder(tmp_path)
     (tmp_path / "encoder.json").write_text('{"kind": "lsa", "terms": [], "seed": 0}')
-    with pytest.raises(DataError, match="not a readable encoder"):
+    with refused(DataError, "encoder.json"):
         load_encoder(tmp_path)
 
 
@@ -254,7 +255,7 @@ def test_inputs_are_found_or_named(tmp_path: Path) -> None:
                            (tmp_path / "*.bin", ["d.bin"])):  # fmt: skip
         assert [Path(path).name for path in find_files(str(name))] == expected
     for missing in ("none.txt", "*.none"):
-        with pytest.raises(DataError, match="no such file"):
+        with refused(DataError, missing):
             find_files(str(tmp_path / missing))
 
 

@@ -21,9 +21,9 @@ from typing import Any, TypeAlias
 import torch
 from tqdm import tqdm
 
-from mmldlm.data.prepare.job import Job, Stage, run_task
-from mmldlm.data.prepare.report import StageProgress
 from mmldlm.errors import PeerLostError
+from mmldlm.prepare.job import Job, Stage, run_task
+from mmldlm.prepare.report import StageProgress
 from mmldlm.utils.process import STOP_SIGNALS
 
 _POLL_S = 0.2

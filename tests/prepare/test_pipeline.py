@@ -18,15 +18,15 @@ import pytest
 from mmldlm import cli
 from mmldlm.data.encoders import LsaEncoder, load_encoder
 from mmldlm.data.manifest import SPLITS
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import main, prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError, UsageError, run_command
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import main, prepare
 from tests.helpers.paths import ROOT
 from tests.helpers.sample_corpus import small_config, write_corpus
-from tests.helpers.user_errors import assert_user_error
+from tests.helpers.user_errors import assert_user_error, refused
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
 quick = pytest.mark.quick
@@ -104,7 +104,7 @@ def test_documents_that_share_a_text_or_a_group_lie_on_one_side(suffix: str, tmp
         books = [{int(number) // 3 for number in numbers} for numbers in splits]
         assert sum(map(len, splits)) == len(answers), "a text lies in two splits"
         assert (sum(map(len, books)) == manifest.grouping["groups"] == 100) is (group_field is not None)
-    with pytest.raises(DataError, match="a store with other group_field"):
+    with refused(DataError, "group_field"):
         prepare(replace(config, group_field=None, overwrite=False), progress=False)
 
 
@@ -143,7 +143,7 @@ def bad_corpus(folder: Path) -> Path:
 @quick
 def test_problems_are_reported_with_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = bad_corpus(tmp_path)
-    with pytest.raises(DataError, match=rf"{path}:11: byte 5 \(0xff\) is not UTF-8"):
+    with refused(DataError, f"{path}:11", "byte 5", "0xff"):
         prepare(small_config(tmp_path / "store", path), progress=False)
     assert f"{path}:21: empty document" in capsys.readouterr().err
     assert not (tmp_path / "store").exists()
@@ -153,7 +153,7 @@ def test_problems_are_reported_with_file_and_line(tmp_path: Path, capsys: pytest
     printed = [json.loads(line) for line in (tmp_path / "store/problems.jsonl").read_text().splitlines()]
     assert [(row["line"], row["kind"]) for row in printed] == [(11, "unreadable"), (21, "empty"), (31, "no_latent")]
     assert sum(split.samples for split in manifest.splits.values()) == 200 - 3
-    with pytest.raises(DataError, match="more than --max-problems 1"):
+    with refused(DataError, "--max-problems 1"):
         prepare(small_config(tmp_path / "other", path, on_problem="skip", max_problems=1), progress=False)
 
 
@@ -176,7 +176,7 @@ def test_a_text_that_is_everywhere_and_a_word_without_end_are_told(
 def test_a_missing_latent_stops_by_default(tmp_path: Path) -> None:
     corpus = write_corpus(tmp_path / "corpus.txt", 200)
     corpus.write_text(corpus.read_text() + "???\n")
-    with pytest.raises(DataError, match=r"corpus.txt:201: the encoder gives no latent"):
+    with refused(DataError, "corpus.txt:201", "???"):
         prepare(small_config(tmp_path / "store", corpus), progress=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt"]
 
@@ -190,10 +190,10 @@ def test_preparing_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert prepare(config, progress=False) == first
     assert "already prepared" in capsys.readouterr().err
     assert (tmp_path / "store/manifest.json").stat().st_mtime_ns == before
-    with pytest.raises(DataError, match="a store with other channels, seed"):
+    with refused(DataError, "channels, seed"):
         prepare(replace(config, channels=4, seed=1), progress=False)
     write_corpus(corpus, seed=1)
-    with pytest.raises(DataError, match="a store with other sources"):
+    with refused(DataError, "sources"):
         prepare(config, progress=False)
     assert prepare(replace(config, overwrite=True), progress=False) != first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus.txt", "store"]
@@ -208,7 +208,7 @@ def test_tokenizers_by_name_and_path(store_path: Path, tmp_path: Path) -> None:
     manifest = prepare(small_config(tmp_path / "same", corpus, tokenizer=str(store_path / "tokenizer")))
     assert manifest.tokenizer["sha256"] == Store.open(store_path).manifest.tokenizer["sha256"]
     corpus.write_text(corpus.read_text() + "CAPITALS\n")
-    with pytest.raises(DataError, match=r"corpus.txt:601: a text has characters outside"):
+    with refused(DataError, "corpus.txt:601"):
         prepare(small_config(tmp_path / "capitals", corpus, tokenizer="characters"))
 
 
@@ -251,11 +251,11 @@ def test_exit_codes_and_one_line_of_error(tmp_path: Path, capsys: pytest.Capture
 
 
 def killed_at(moment: str, arguments: list[str], done: bool = False) -> None:
-    """SIGKILL where `mmldlm.data.prepare` + `moment` is called, or once it is `done`."""
+    """SIGKILL where `mmldlm.prepare` + `moment` is called, or once it is `done`."""
     module = moment.partition(".")[0]
     script = (
         "import time\n"
-        f"from mmldlm.data.prepare import pipeline, {module}\n"
+        f"from mmldlm.prepare import pipeline, {module}\n"
         f"original = {moment}\n"
         f"def wait(*given): {'original(*given); ' * done}print('reached', flush=True); time.sleep(600)\n"
         f"{moment} = wait\n"
@@ -275,7 +275,7 @@ def test_a_killed_preparation_leaves_no_store(tmp_path: Path, moment: str) -> No
     arguments = [str(corpus), "--out", str(tmp_path / "store"), "--channels", "8", "--vocab-size", "300"]
     killed_at(moment, arguments)
     assert not (tmp_path / "store").exists()
-    with pytest.raises(DataError, match="no such folder"):
+    with refused(DataError, tmp_path / "store"):
         Store.open(tmp_path / "store")
     assert len(list(tmp_path.glob("store.*"))) == 1
     assert main(arguments) == 0
@@ -299,7 +299,7 @@ def test_killed_behind_the_rename(tmp_path: Path, overwrite: list[str], capsys: 
 def test_sentence_transformers_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     config = small_config(tmp_path / "store", write_corpus(tmp_path / "a.txt"), encoder="sentence-transformers:some")
-    with pytest.raises(UsageError, match="pip install 'sentence-transformers>="):
+    with refused(UsageError, "pip install 'sentence-transformers>="):
         prepare(config, progress=False)
 
 

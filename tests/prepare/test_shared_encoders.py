@@ -13,16 +13,16 @@ from mmldlm import cli, train
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.inspect import verify_store
 from mmldlm.data.mixture import open_data
-from mmldlm.data.prepare.job import make_plan
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
+from mmldlm.prepare.job import make_plan
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import prepare
 from mmldlm.run.load import load_run
 from tests.helpers.sample_corpus import flip_bit, small_config, write_corpus
 from tests.helpers.tiny_config import TINY
-from tests.helpers.user_errors import assert_user_error
+from tests.helpers.user_errors import assert_user_error, refused
 
 
 def other_corpus(folder: Path, seed: int = 7) -> Path:
@@ -81,7 +81,7 @@ def test_a_store_of_another_encoder_is_another_store(tiny_store: Path, tmp_path:
     assert prepare(config, progress=False) == manifest
     path = tmp_path / "first/encoder/encoder.json"
     path.write_text(path.read_text() + "\n")
-    with pytest.raises(DataError, match="a store with other sources"):
+    with refused(DataError, "sources"):
         prepare(config, progress=False)
 
 
@@ -105,8 +105,8 @@ def test_encoders_of_stores_that_cannot_be_taken(
         assert_user_error((status, capsys.readouterr().err), code, str(encoder), *map(str, named))
     assert not (tmp_path / "out").exists() and not (tmp_path / "out.incomplete").exists()
     for option, value in {"channels": 4, "latent_tokens": 2, "encoder_steps": 5, "prompt": "a"}.items():
-        with pytest.raises(UsageError, match=f"--{option.replace('_', '-')} {value}: --encoder is"):
-            sharing(tmp_path / "out", tiny_store, corpus, **{option: value}).check()
+        with refused(UsageError, f"--{option.replace('_', '-')} {value}", "--encoder"):
+            sharing(tmp_path / "out", tiny_store, corpus, **{option: value}).checked()
 
 
 def test_a_version_makes_imported_latents_those_of_one_encoder(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_a_version_makes_imported_latents_those_of_one_encoder(tmp_path: Path) -
         corpus.write_text(corpus.read_text().lower().replace(".", ""))
         stores[name] = prepare(replace(config, over_length="cut"), progress=False)
     for first, second, difference in (("unnamed-1", "unnamed-2", "revision"), ("one", "later", "revision")):
-        with pytest.raises(DataError, match=f"incompatible: encoder {difference}"):
+        with refused(DataError, tmp_path / first, tmp_path / second, f"encoder {difference}"):
             open_data({str(tmp_path / first): 1, str(tmp_path / second): 1})
     mixed = open_data({str(tmp_path / "one"): 1, str(tmp_path / "two"): 1})
     assert mixed.manifest.encoder == stores["one"].encoder == stores["two"].encoder
@@ -157,6 +157,6 @@ def test_a_run_goes_on_with_more_imported_latents(tmp_path: Path, capsys: pytest
 def test_an_embedded_corpus_takes_the_encoder_of_a_store(tiny_store: Path, tmp_path: Path) -> None:
     """Its plan names the encoder beside the packages."""
     config = PrepareConfig(str(tmp_path / "out"), corpus="simple-docs", encoder=str(tiny_store))
-    config.check()
+    config.checked()
     sources = make_plan(config).sources
     assert sources[0]["package"] == "python" and sources[-1]["folder"] == str(tiny_store / "encoder")

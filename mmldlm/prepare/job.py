@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 from mmldlm import __version__
 from mmldlm.data.encoders import LatentEncoder, SentenceTransformerEncoder, load_encoder
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME, Manifest
-from mmldlm.data.prepare.documents import Chunk, Part
-from mmldlm.data.prepare.inputs import describe_sources, find_inputs, make_chunks
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.readers import python_docs
-from mmldlm.data.prepare.readers.latents import LatentFile
-from mmldlm.data.prepare.report import StageProgress, summary
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
+from mmldlm.prepare.documents import Chunk, Part
+from mmldlm.prepare.inputs import describe_sources, find_inputs, make_chunks
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.readers import python_docs
+from mmldlm.prepare.readers.latents import LatentFile
+from mmldlm.prepare.report import StageProgress, summary
 from mmldlm.utils.files import folder_around, fsync, naming, write_atomically
 from mmldlm.utils.progress import print_status
 

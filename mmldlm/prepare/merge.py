@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.report import (
+from mmldlm.data.writer import Contents, error_prefix, latent_info, publish, squared_deviations, write_manifest
+from mmldlm.prepare.job import Job
+from mmldlm.prepare.report import (
     PROBLEMS_FILE,
     StageProgress,
     check_losses,
@@ -20,7 +21,6 @@ from mmldlm.data.prepare.report import (
     loss_shares,
     sum_counts,
 )
-from mmldlm.data.writer import Contents, error_prefix, latent_info, publish, squared_deviations, write_manifest
 from mmldlm.utils.files import fsync
 
 

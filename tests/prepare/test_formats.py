@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 
 from mmldlm import cli
-from mmldlm.data.prepare.documents import Document
-from mmldlm.data.prepare.inputs import find_inputs
-from mmldlm.data.prepare.job import make_plan
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.data.prepare.read import chunk_documents
 from mmldlm.errors import DataError
+from mmldlm.prepare.documents import Document
+from mmldlm.prepare.inputs import find_inputs
+from mmldlm.prepare.job import make_plan
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import prepare
+from mmldlm.prepare.read import chunk_documents
 from tests.helpers.prepare_runs import differing
 from tests.helpers.sample_corpus import small_config, write_corpus
-from tests.helpers.user_errors import assert_user_error
+from tests.helpers.user_errors import assert_user_error, refused
 
 pytestmark = pytest.mark.quick
 # With all that CSV has to quote.
@@ -95,7 +95,7 @@ def test_a_compressed_file_gives_the_store_of_its_contents(suffix: str, tmp_path
     assert differing(tmp_path / "plain", tmp_path / "one") == ["manifest.json", "manifest.sha256"]
     damaged = tmp_path / f"damaged.txt{suffix}"
     damaged.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(DataError, match=rf"damaged.txt{suffix}: cannot read"):
+    with refused(DataError, f"damaged.txt{suffix}"):
         prepare(small_config(tmp_path / "none", damaged), progress=False)
 
 

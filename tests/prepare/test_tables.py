@@ -13,21 +13,21 @@ import numpy as np
 import pytest
 
 from mmldlm import cli
-from mmldlm.data.prepare.documents import Columns, Document, Problem
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.data.prepare.readers.tables import (
+from mmldlm.data.store import Store
+from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.errors import DataError, UsageError
+from mmldlm.prepare.documents import Columns, Document, Problem
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.pipeline import prepare
+from mmldlm.prepare.readers.tables import (
     arrow_parts,
     datasets_parts,
     parquet_parts,
     read_arrow,
     read_parquet,
 )
-from mmldlm.data.store import Store
-from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.errors import DataError, UsageError
 from tests.helpers.sample_corpus import small_config, write_corpus
-from tests.helpers.user_errors import assert_user_error
+from tests.helpers.user_errors import assert_user_error, refused
 
 pytestmark = pytest.mark.quick
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.quick
 def test_without_pyarrow_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    with pytest.raises(UsageError, match="pip install 'pyarrow>="):
+    with refused(UsageError, "pip install 'pyarrow>="):
         prepare(small_config(tmp_path / "store", tmp_path / "a.parquet"), progress=False)
 
 
@@ -218,19 +218,19 @@ def test_bytes_that_are_no_text_spoil_their_row_alone(pa: Any, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("columns", "field", "message"),
+    ("columns", "field", "named"),
     [
-        (Columns(), "body", "no column 'body', found 'text', 'id', 'vector'"),
-        (Columns(), "vector", "column 'vector' is list.*, expected text"),
-        (Columns(latents="id"), "text", "column 'id' is string, expected lists of floats"),
-        (Columns(tokens="vector"), "text", "column 'vector' is list.*, expected lists of integers"),
-        (Columns(key="vector"), "text", "column 'vector' is list.*, expected text or integers"),
+        (Columns(), "body", "'body' 'text' 'id' 'vector'"),
+        (Columns(), "vector", "'vector' list text"),
+        (Columns(latents="id"), "text", "'id' string floats"),
+        (Columns(tokens="vector"), "text", "'vector' list integers"),
+        (Columns(key="vector"), "text", "'vector' list integers"),
     ],
 )
-def test_columns_that_do_not_fit_are_named(columns: Columns, field: str, message: str, pa: Any, tmp_path: Path) -> None:
+def test_columns_that_do_not_fit_are_named(columns: Columns, field: str, named: str, pa: Any, tmp_path: Path) -> None:
     path = write_parquet(pa, tmp_path / "a.parquet", rows_of(tmp_path, 10))
     (part,) = parquet_parts(str(path), 1 << 30)
-    with pytest.raises(DataError, match=message):
+    with refused(DataError, "a.parquet", *named.split()):
         list(read_parquet(part, field, columns))
 
 
@@ -238,24 +238,24 @@ def test_damaged_files_and_folders_are_named(pa: Any, tmp_path: Path) -> None:
     rows = rows_of(tmp_path)
     path = write_parquet(pa, tmp_path / "a.parquet", rows)
     path.write_bytes(path.read_bytes()[:-50])
-    with pytest.raises(DataError, match=r"a.parquet: not a readable table"):
+    with refused(DataError, "a.parquet"):
         prepare(small_config(tmp_path / "store", path), progress=False)
     arrow = write_arrow(pa, tmp_path / "a.arrow", rows)
     arrow.write_bytes(arrow.read_bytes()[:3000])
-    with pytest.raises(DataError, match=r"a.arrow: not a readable table"):
+    with refused(DataError, "a.arrow"):
         prepare(small_config(tmp_path / "store", arrow), progress=False)
     folder = write_dataset(pa, tmp_path / "set", rows)
     shard = folder / "data-00001-of-00003.arrow"
     shard.rename(tmp_path / "aside")
-    with pytest.raises(DataError, match=r"data-00001-of-00003.arrow: not a readable table .*No such file"):
+    with refused(DataError, "data-00001-of-00003.arrow", "No such file"):
         prepare(small_config(tmp_path / "store", folder), progress=False)
     (tmp_path / "aside").rename(shard)
     state = json.loads((folder / "state.json").read_text())
     (folder / "state.json").write_text(json.dumps(state | {"_indices_data_files": [{"filename": "indices.arrow"}]}))
-    with pytest.raises(DataError, match="saved with an indices mapping"):
+    with refused(DataError, "state.json", "flatten_indices()"):
         prepare(small_config(tmp_path / "store", folder), progress=False)
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "../a.arrow"}]}))
-    with pytest.raises(DataError, match="expected those of files or folders in this one"):
+    with refused(DataError, "state.json", "../a.arrow"):
         prepare(small_config(tmp_path / "store", folder), progress=False)
 
 

@@ -22,7 +22,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.prepare.documents import Document
+from mmldlm.prepare.documents import Document
 
 PYTHON_DOCS, SIMPLE_DOCS = CORPORA = ("python-docs", "simple-docs")
 EXTRACTION_VERSION = 1  # recorded in stores; increment when the rules below change

@@ -18,13 +18,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mmldlm.data.prepare import pipeline
-from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.pipeline import main
-from mmldlm.data.prepare.workers import RunTasks, worker_pool
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import run_command
+from mmldlm.prepare import pipeline
+from mmldlm.prepare.job import Job
+from mmldlm.prepare.pipeline import main
+from mmldlm.prepare.workers import RunTasks, worker_pool
 from tests.helpers.paths import ROOT
 from tests.helpers.prepare_job import PrepareJob
 from tests.helpers.prepare_runs import Preparation, differing, finished_tasks

@@ -15,13 +15,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.prepare.documents import SUFFIXES, TEXT_FORMATS, Chunk, Columns, DocumentStream, Format, Part
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.readers import tables
-from mmldlm.data.prepare.readers.files import find_files, input_info, is_url, suffix_format
-from mmldlm.data.prepare.readers.latents import POSITION
-from mmldlm.data.prepare.readers.text import read_text, text_parts
 from mmldlm.errors import DataError
+from mmldlm.prepare.documents import SUFFIXES, TEXT_FORMATS, Chunk, Columns, DocumentStream, Format, Part
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.readers import tables
+from mmldlm.prepare.readers.files import find_files, input_info, is_url, suffix_format
+from mmldlm.prepare.readers.latents import POSITION
+from mmldlm.prepare.readers.text import read_text, text_parts
 from mmldlm.utils.files import file_info
 
 _TABLE_PARTS = {"parquet": tables.parquet_parts, "arrow": tables.arrow_parts, "datasets": tables.datasets_parts}

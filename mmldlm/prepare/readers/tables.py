@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.documents import Columns, Document, DocumentStream, Part, Problem
-from mmldlm.data.prepare.readers.files import is_url, open_input, pyarrow
 from mmldlm.errors import DataError
+from mmldlm.prepare.documents import Columns, Document, DocumentStream, Part, Problem
+from mmldlm.prepare.readers.files import is_url, open_input, pyarrow
 
 _BATCH_ROWS = 1024  # decoded to Python values at a time
 _MASK = "attention_mask"  # a column beside the tokens, 0 where these are padding

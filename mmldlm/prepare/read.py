@@ -11,16 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.prepare.corpus import USES_FILE, DocumentCacheWriter
-from mmldlm.data.prepare.documents import Chunk, Document, DocumentStream, Problem
-from mmldlm.data.prepare.inputs import read_part
-from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.readers import python_docs
-from mmldlm.data.prepare.readers.latents import LatentFile
-from mmldlm.data.prepare.report import DOCUMENTS, ProblemLog, StageProgress
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
+from mmldlm.prepare.corpus import USES_FILE, DocumentCacheWriter
+from mmldlm.prepare.documents import Chunk, Document, DocumentStream, Problem
+from mmldlm.prepare.inputs import read_part
+from mmldlm.prepare.job import Job
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.readers import python_docs
+from mmldlm.prepare.readers.latents import LatentFile
+from mmldlm.prepare.report import DOCUMENTS, ProblemLog, StageProgress
 
 _MAX_WORD = 1_000_000  # characters: tokenizers take seconds for such a word, and far longer for a longer one
 
@@ -116,7 +116,7 @@ def _decode_tokens(documents: DocumentStream, tokenizer: Tokenizer) -> DocumentS
             token = int(item.tokens[position])
             named = {tokenizer.mask_id: "[MASK]", tokenizer.pad_id: "[PAD]"}
             fault = named.get(token, f"not below {tokenizer.vocab_size}")
-            reason = f"sample {item.key}: token {position} is {token}, {fault}; expected ids of text by --tokenizer"
+            reason = f"sample {item.key}: token {position} is {token}, {fault}; expected ids of text from --tokenizer"
             yield item.problem("mismatch", reason)
         elif item.text:
             yield item

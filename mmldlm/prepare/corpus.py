@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.manifest import SPLITS
-from mmldlm.data.prepare.documents import Document
-from mmldlm.data.prepare.options import PrepareConfig
+from mmldlm.prepare.documents import Document
+from mmldlm.prepare.options import PrepareConfig
 
 TRAIN = SPLITS.index("train")
 EXCLUDED = 255  # the split of documents that are not in the store

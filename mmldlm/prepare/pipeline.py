@@ -22,16 +22,16 @@ from contextlib import contextmanager
 import torch
 
 from mmldlm.data.manifest import Manifest
-from mmldlm.data.prepare.encode import encode_chunk
-from mmldlm.data.prepare.fit import fit
-from mmldlm.data.prepare.job import Job, Stage, make_plan
-from mmldlm.data.prepare.merge import latent_mean, measure_chunk, merge
-from mmldlm.data.prepare.options import PrepareConfig, parse_options
-from mmldlm.data.prepare.read import count_chunk, read_chunk
-from mmldlm.data.prepare.readers.latents import POSITION
-from mmldlm.data.prepare.report import StageProgress, summary
-from mmldlm.data.prepare.workers import run_in_process, worker_pool
 from mmldlm.errors import MmldlmError, PeerLostError, StoppedBySignal, StorageError
+from mmldlm.prepare.encode import encode_chunk
+from mmldlm.prepare.fit import fit
+from mmldlm.prepare.job import Job, Stage, make_plan
+from mmldlm.prepare.merge import latent_mean, measure_chunk, merge
+from mmldlm.prepare.options import PrepareConfig, parse_options
+from mmldlm.prepare.read import count_chunk, read_chunk
+from mmldlm.prepare.readers.latents import POSITION
+from mmldlm.prepare.report import StageProgress, summary
+from mmldlm.prepare.workers import run_in_process, worker_pool
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.process import CONTINUE, stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, print_status
@@ -46,18 +46,13 @@ STAGES = (
 )
 
 
-def stages_of(job: Job) -> tuple[Stage, ...]:
-    """Return the stages of a job: if latents belong to documents by position, a chunk needs the sizes of the others."""
-    return (COUNT, *STAGES) if job.config.latent_ids == POSITION else STAGES
-
-
 def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTERVAL_S) -> Manifest:
     """Make the store `config.out`, and return its manifest; at once if it exists with the same options and sources.
 
     Progress is reported on stderr, where that is no terminal every `interval` seconds. That another process prepares
     the same store is a `RunInUseError`, that a worker process died a `PeerLostError`; the same command then continues.
     """
-    config.check()
+    config = config.checked()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums depend on the number of threads
     try:
@@ -97,7 +92,8 @@ def _run_stages(job: Job, progress: StageProgress) -> None:
     """Run what is missing of all stages on this machine, and remove the staging folder."""
     try:
         with worker_pool(job) as run_in_pool:
-            for stage in stages_of(job):
+            # If latents belong to documents by position, a chunk needs the sizes of the chunks before it.
+            for stage in (COUNT, *STAGES) if job.config.latent_ids == POSITION else STAGES:
                 if missing := stage.missing(job):
                     (run_in_pool if stage.per_chunk else run_in_process)(job, stage, missing, progress)
         progress.phase("writing the store")

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.data.manifest import Manifest, describe_losses
-from mmldlm.data.prepare.documents import Problem
-from mmldlm.data.prepare.options import PrepareConfig
 from mmldlm.errors import DataError
+from mmldlm.prepare.documents import Problem
+from mmldlm.prepare.options import PrepareConfig
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import INTERVAL_S, Progress, print_status
 

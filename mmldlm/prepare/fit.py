@@ -25,15 +25,15 @@ from mmldlm.data.encoders import (
     load_encoder,
 )
 from mmldlm.data.manifest import SPLITS
-from mmldlm.data.prepare.corpus import SPLITS_FOLDER, TRAIN, USES_FILE, Corpus, cached_documents
-from mmldlm.data.prepare.documents import Problem, batches
-from mmldlm.data.prepare.encode import make_samples
-from mmldlm.data.prepare.job import Job
-from mmldlm.data.prepare.options import PrepareConfig
-from mmldlm.data.prepare.readers.latents import LatentFile
-from mmldlm.data.prepare.report import ProblemLog, StageProgress, check_losses, check_problem_budget
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
+from mmldlm.prepare.corpus import SPLITS_FOLDER, TRAIN, USES_FILE, Corpus, cached_documents
+from mmldlm.prepare.documents import Problem, batches
+from mmldlm.prepare.encode import make_samples
+from mmldlm.prepare.job import Job
+from mmldlm.prepare.options import PrepareConfig
+from mmldlm.prepare.readers.latents import LatentFile
+from mmldlm.prepare.report import ProblemLog, StageProgress, check_losses, check_problem_budget
 
 _Misfit = tuple[int, int | None, Problem]  # chunk, index of the document in it, problem
 

@@ -17,8 +17,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
-from mmldlm.data.prepare.documents import SUFFIXES, TEXT_FORMATS, Format
 from mmldlm.errors import DataError, MmldlmError, UsageError
+from mmldlm.prepare.documents import SUFFIXES, TEXT_FORMATS, Format
 from mmldlm.utils.files import FileInfo
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import print_status
