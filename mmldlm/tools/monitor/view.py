@@ -13,9 +13,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from mmldlm.tools.compare.paired import Difference, pairing, record_difference
 from mmldlm.tools.monitor.alerts import Alert
 from mmldlm.tools.monitor.snapshot import Snapshot
-from mmldlm.tools.report.paired import Difference, pairing, record_difference
 from mmldlm.tools.runs import CURVE_KINDS
 from mmldlm.utils.format import format_number, human_count, human_duration
 from mmldlm.utils.nested import replace_nonfinite

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmldlm.errors import ConfigError, ExitCode, UsageError
-from mmldlm.tools.compare import fraction, positive
+from mmldlm.tools.compare.command import fraction, positive
+from mmldlm.tools.compare.run_summary import better_direction
 from mmldlm.tools.race.arms import BOUND, Arm
 from mmldlm.tools.race.ledger import Ledger
 from mmldlm.tools.race.race import METRICS, NO_RESULT, Proposal, Race, result_line
-from mmldlm.tools.report.run_summary import better_direction
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.printable import printable
 
