@@ -30,7 +30,7 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
     "rewind": ("mmldlm.tools.spikes:rewind_main", "go back before a step, and leave samples out"),
     "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
     "compare": ("mmldlm.tools.compare.command", "summarize runs, and compare them by paired tests"),
-    "race": ("mmldlm.tools.race.command", "train changes of a run until each is decided: better, or luck"),
+    "race": ("mmldlm.contrib.race.command", "train changes of a run until each is decided: better, or luck"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
     "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
 }
