@@ -36,6 +36,7 @@ REMOVED_WORDS = {
     **dict.fromkeys(("prepare --cluster", "prepare --cluster-option"), "use --processes, or prepare on one machine"),
     "checkpoints verify": "use `mmldlm verify FOLDER`, of a run or a checkpoint",
     "evaluate --perplexity-model": "use a language model of your own on texts of `mmldlm sample RUN --mode joint`",
+    "evaluate --follow": "evaluate each of RUN/checkpoints/step-* with --checkpoint and an --out of its own",
     "evaluate --steps": "use sampling.steps=N, in t2l sampling.t2l_steps=N",
     "sample --steps": "use sampling.steps=N, in t2l sampling.t2l_steps=N",
     **{
