@@ -13,8 +13,6 @@ BENCHMARKS = {  # module, function and description by name
     "real_run": ("real_run", "main", "a run with all that happens in one: are steps slower for it, what events take"),
     "memory": ("memory", "main", "the dry run's estimate of memory against what a run takes"),
     "learning": ("learning", "main", "what the quickstart learns, over seeds, against bars that it must pass"),
-    "reference_decoder": ("reference_decoder", "main", "what an autoregressive decoder learns from the same samples"),
-    "search": ("search", "main", "what a search for the text of a latent brings for its passes"),
     "pages": ("pages", "main", "write the results into the tables of README.md and docs/; measures nothing"),
 }
 DEFAULT = "step"

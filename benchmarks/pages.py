@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import gpu_bars, real_run, reference_decoder, search
+from benchmarks import answered, gpu_bars, real_run
 from benchmarks.common.report import RESULTS, ROOT, markdown
 from benchmarks.learning import learning_blocks
 
@@ -21,8 +21,8 @@ _BLOCK = re.compile(r"<!-- results:([\w-]+) -->\n.*?<!-- /results -->", re.DOTAL
 _MAKERS = {
     "learning": learning_blocks,
     "real_run": real_run.blocks,
-    "reference_decoder": reference_decoder.blocks,
-    "search": search.blocks,
+    "reference_decoder": answered.reference_decoder_blocks,
+    "search": answered.search_blocks,
 }
 
 

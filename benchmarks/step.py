@@ -1,8 +1,8 @@
-"""The ladder: the reference, our trainer with old practices, and what each step to its defaults brings.
+"""Steps of the trainer against those of the reference.
 
     python -m benchmarks step [--shape proportional] [--data documents] [--precision fp32] [--variants NAME ...]
 
-Prints a table, and writes OUT/step-SHAPE-DATA-PRECISION-DEVICE.json and .png. All variants train on the same samples
+Prints a table, and writes OUT/step-SHAPE-DATA-PRECISION-DEVICE.json. All variants train on the same samples
 with the same noise, in turns; memory is measured in processes of their own. benchmarks/README.md says how to read it.
 """
 
@@ -52,7 +52,7 @@ from mmldlm.data.store import Store
 from mmldlm.errors import DataError, UsageError
 from mmldlm.model.flops import peak_flops
 
-QUICK = ("reference", "old", "trainer")
+QUICK = ("reference", "trainer")
 MEMORY_KEYS = ("middle_step_memory_mib", "step_memory_mib")
 WORSE = 0.10  # share of the speed that may be lost against an earlier result
 MORE_IS_WORSE = {"operators": True, "kernels": True, "host_syncs": True, "logit_rows": True, "fill": False}
@@ -101,20 +101,15 @@ def selected_variants(options: argparse.Namespace) -> list[Variant]:
     """Return the variants that the options name.
 
     Raises:
-        UsageError: A name is unknown, or a package is missing that a variant needs.
+        UsageError: A name is unknown, or the package of the reference is missing.
     """
     known = variants(options.precision, device().type)
     names = options.variants or list(known)
     for name in names:
         if name not in known:
             raise UsageError(f"--variants: expected some of {', '.join(known)}, found {name!r}")
-    needed = ["matplotlib"] + ["mmdit"] * any(known[name].is_reference for name in names)
-    missing = [package for package in needed if importlib.util.find_spec(package) is None]
-    if missing:
-        raise UsageError(
-            f"this benchmark needs the packages {' and '.join(missing)}: "
-            "run `bash scripts/setup.sh --dev`, or pip install -e '.[bench]'"
-        )
+    if any(known[name].is_reference for name in names) and importlib.util.find_spec("mmdit") is None:
+        raise UsageError("the reference needs the package mmdit: run `bash scripts/setup.sh --dev`")
     return [known[name] for name in dict.fromkeys(names)]
 
 
@@ -320,7 +315,7 @@ def _worse(old: Values, new: Values, with_speed: bool) -> Iterator[str]:
 
 
 def table(result: Values) -> str:
-    """Return Markdown: the ladder, then the parts of a step."""
+    """Return Markdown: the variants, then the parts of a step."""
     what, control, rows = result["what"], result["control"], result["variants"]
     task, machine, base = what["task"], result["machine"]["device"], rows[result["base"]]
     lines = [
@@ -378,48 +373,12 @@ def _count_cell(value: float | None) -> str:
     return "" if value is None else f"{value:,.1f}".removesuffix(".0")
 
 
-def draw(result: Values, path: Path) -> None:
-    """Draw bars of the speeds with their intervals, and of the memory of a step where it was measured."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    rows = {name: row for name, row in result["variants"].items() if "speed" in row}
-    memory = {name: row["step_memory_mib"] for name, row in rows.items() if "step_memory_mib" in row}
-    figure, axes = pyplot.subplots(
-        1, 2 if memory else 1, figsize=(13 if memory else 8, 1.5 + 0.34 * len(rows)), squeeze=False, sharey=True
-    )
-    names = [f"{row['about']}  ({name})" for name, row in rows.items()]
-    speeds = [row["speed"] for row in rows.values()]
-    axis = axes[0][0]
-    medians = [speed["median"] for speed in speeds]
-    errors = [[m - speed["low"] for m, speed in zip(medians, speeds, strict=True)]]
-    errors += [[speed["high"] - m for m, speed in zip(medians, speeds, strict=True)]]
-    colors = ["tab:gray" if name.startswith("reference") else "tab:blue" for name in rows]
-    axis.barh(names, medians, xerr=errors, color=colors, capsize=2)
-    axis.invert_yaxis()
-    axis.axvline(1, color="black", linewidth=0.8)
-    axis.set_xlabel(f"speed, {result['base']} = 1, with 95 % intervals")
-    if memory:
-        axes[0][1].barh(names, [memory.get(name, 0) for name in rows], color=colors)
-        axes[0][1].set_xlabel("memory of a step above weights and optimizer, MiB")
-    what = result["what"]
-    doubt = "" if result["control"]["trusted"] else "; NO CONCLUSION, the machine was busy"
-    about = (what["shape"], what["data"], what["precision"], result["machine"]["device"], result["date"][:10])
-    figure.suptitle(f"{', '.join(about)}{doubt}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     selected = selected_variants(options)
     earlier = read_result(options.against, "--against") if options.against else None
     result = measure(task_of(options), selected, options)
     write_json(result, options.out, options.name)
-    draw(result, options.out / f"{options.name}.png")
     print(table(result))
     if earlier is None:
         return 0

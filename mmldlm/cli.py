@@ -14,27 +14,37 @@ from mmldlm.utils.malloc import configure_cuda_allocator
 from mmldlm.utils.process import start_process
 from mmldlm.utils.versions import check_versions
 
-COMMANDS = {  # the module, with its function unless that is `main`, and what it does
-    "new": ("mmldlm.tools.new", "a project folder with presets, launcher files and the quickstart"),
-    "prepare": ("mmldlm.prepare.pipeline", "raw text to a data store"),
-    "convert": ("mmldlm.contrib.lgdlm.command", "data of the LGDLM trainer"),
-    "data": ("mmldlm.data.inspect", "inspect or verify a data store"),
-    "train": ("mmldlm.train", "train a run"),
-    "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),
-    "score": ("mmldlm.inference.score", "the likelihood bound of each text of a file"),
-    "evaluate": ("mmldlm.evaluate", "evaluate a run on held-out documents"),
-    "export": ("mmldlm.tools.export", "a run as a self-contained bundle: load it, sample from it, publish it"),
-    "checkpoints": ("mmldlm.tools.checkpoints", "list the checkpoints of a run, compare two, or average several"),
-    "verify": ("mmldlm.tools.verify", "check a run or a checkpoint by its hashes, and compute steps again"),
-    "explain": ("mmldlm.tools.spikes:explain_main", "find the samples that caused a step's gradient norm"),
-    "rewind": ("mmldlm.tools.spikes:rewind_main", "go back before a step, and leave samples out"),
-    "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
-    "compare": ("mmldlm.tools.compare", "the paired difference of two runs"),
-    "race": ("mmldlm.tools.race.command", "train changes of a run until each is decided: better, or luck"),
-    "report": ("mmldlm.tools.report.command", "summarize and compare runs in figures and numbers"),
-    "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
-    "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
+GROUPS = {  # of each command: the module, with its function unless that is `main`, and what it does
+    "Data": {
+        "prepare": ("mmldlm.prepare.pipeline", "raw text to a data store"),
+        "data": ("mmldlm.data.inspect", "inspect or verify a data store"),
+        "convert": ("mmldlm.contrib.lgdlm.command", "data of the LGDLM trainer"),
+    },
+    "Train": {
+        "new": ("mmldlm.tools.new", "a project folder with presets, launcher files and the quickstart"),
+        "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
+        "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
+        "train": ("mmldlm.train", "train a run"),
+    },
+    "Use": {
+        "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),
+        "score": ("mmldlm.inference.score", "the likelihood bound of each text of a file"),
+        "evaluate": ("mmldlm.evaluate", "evaluate a run on held-out documents"),
+        "export": ("mmldlm.tools.export", "a run as a self-contained bundle: load it, sample from it, publish it"),
+    },
+    "Compare": {
+        "monitor": ("mmldlm.tools.monitor.command", "watch runs: curves, speed, and alerts with advice"),
+        "compare": ("mmldlm.tools.compare.command", "summarize runs, and compare them by paired tests"),
+        "race": ("mmldlm.contrib.race.command", "train changes of a run until each is decided: better, or luck"),
+    },
+    "Repair": {
+        "checkpoints": ("mmldlm.tools.checkpoints", "list the checkpoints of a run, compare two, or average several"),
+        "verify": ("mmldlm.tools.verify", "check a run or a checkpoint by its hashes, and compute steps again"),
+        "explain": ("mmldlm.tools.spikes:explain_main", "find the samples that caused a step's gradient norm"),
+        "rewind": ("mmldlm.tools.spikes:rewind_main", "go back before a step, and leave samples out"),
+    },
 }
+COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 # Use torch's devices.
 COMPUTE_COMMANDS = ("train", "sample", "score", "evaluate", "verify", "explain")
 # Go on without a terminal, as the others do with --out: what they make is not what they print.
@@ -49,7 +59,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "--version"):
         print(f"mmldlm {__version__}\n\nusage: mmldlm COMMAND [--help] ...\n")
-        print("\n".join(f"  {name:<11} {description}" for name, (_, description) in COMMANDS.items()))
+        for title, group in GROUPS.items():
+            print(f"{title}:")
+            print("\n".join(f"  {name:<11} {description}" for name, (_, description) in group.items()))
         return ExitCode.DONE if arguments else ExitCode.USAGE
     name, rest = arguments[0], arguments[1:]
     outlives_terminal = name in MAKERS or any(argument.startswith("--out") for argument in rest)

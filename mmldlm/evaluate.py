@@ -6,10 +6,8 @@ import argparse
 import json
 import os
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -19,18 +17,13 @@ if __name__ == "__main__":  # before the imports below import torch
 
     start_rank()
 
-from mmldlm.checkpoint.names import checkpoint_name
-from mmldlm.checkpoint.retention import Retention
-from mmldlm.checkpoint.store import CheckpointStore
-from mmldlm.config import CONFIG_NAME
 from mmldlm.diffusion.noise import MODES, Mode
 from mmldlm.distributed.collectives import Collectives
-from mmldlm.distributed.exit_files import failure_of
 from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.distributed.process_group import process_group
-from mmldlm.errors import DataError, ExitCode, UsageError, exit_process, run_command
+from mmldlm.errors import ExitCode, UsageError, exit_process, run_command
 from mmldlm.evaluation import EvaluationConfig
-from mmldlm.evaluation.suite import evaluate, provenance
+from mmldlm.evaluation.suite import evaluate
 from mmldlm.evaluation.table import samples_markdown, table
 from mmldlm.run.load import (
     BUNDLE_CONFIG,
@@ -42,19 +35,14 @@ from mmldlm.run.load import (
     load_run_on_all_ranks,
     run_config,
 )
-from mmldlm.settings.declaration import dump
 from mmldlm.settings.successors import refuse_removed
-from mmldlm.telemetry.experiment_trackers import ExperimentTracker
 from mmldlm.telemetry.notices import overfitting_notice
-from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import make_folder, write_atomically
-from mmldlm.utils.nested import flatten, replace_nonfinite
+from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, Progress
-
-FOLLOW_INTERVAL_S = 2.0  # between looks for a new checkpoint
 
 # The run, config and modes, and the file of sentence pairs: the first arguments of `evaluate`.
 Inputs = tuple[LoadedRun, EvaluationConfig, Sequence[Mode], Path | None]
@@ -99,11 +87,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where to write the results; default: the run folder"
     )
-    parser.add_argument(
-        "--follow",
-        action="store_true",
-        help="evaluate each checkpoint, also while the run trains, to its last step; curves: RUN/evaluations",
-    )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # injected by the deepspeed launcher
     return parser
 
@@ -122,12 +105,6 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
     config = EvaluationConfig(options.split, options.samples, options.texts, options.times, options.seed, options.batch)
     if options.out is None and (options.run / BUNDLE_CONFIG).is_file():
         parser.error("--out: expected a folder for the results, since those of a bundle are part of it")
-    if options.follow and (options.checkpoint or (options.run / BUNDLE_CONFIG).is_file()):
-        parser.error("--follow: evaluates each checkpoint of a run folder, expected no --checkpoint and no bundle")
-    if options.follow and not (options.run / CONFIG_NAME).is_file():
-        print(printable(f"waiting for {options.run / CONFIG_NAME}"), file=sys.stderr, flush=True)
-        while not (options.run / CONFIG_NAME).is_file():
-            time.sleep(FOLLOW_INTERVAL_S)
     with (
         stop_at_signals("nothing was written"),
         process_group(run_config(options.run).distributed, read_launcher_env(os.environ)) as processes,
@@ -135,10 +112,7 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
     ):
         if processes.world_size == 1:
             choose_threads()
-        if options.follow:
-            _follow(options, config, processes, progress)
-        else:
-            _evaluate(options, _load(options, config, processes, progress), processes, progress)
+        _evaluate(options, _load(options, config, processes, progress), processes, progress)
     return ExitCode.DONE
 
 
@@ -154,10 +128,8 @@ def _load(options: argparse.Namespace, config: EvaluationConfig, processes: Coll
     return loaded, config, modes, options.sts
 
 
-def _evaluate(
-    options: argparse.Namespace, inputs: Inputs, processes: Collectives, progress: Progress
-) -> dict[str, Any]:
-    """Evaluate one checkpoint, write the results and return them (collective)."""
+def _evaluate(options: argparse.Namespace, inputs: Inputs, processes: Collectives, progress: Progress) -> None:
+    """Evaluate the run and write the results (collective)."""
     measured = evaluate(*inputs, processes, progress)
     settings = given_settings(options)
     overrides = {"sampling": " ".join(settings)} if settings else {}
@@ -167,94 +139,11 @@ def _evaluate(
         if processes.is_main:
             make_folder(out)
             write_atomically(out / "samples.md", samples_markdown(result))
-            _write_result(out / "evaluation.json", result)
+            write_atomically(out / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
             print("\n".join(map(printable, table(result).split("\n"))))
             if overfitting := inputs[0].info.get("overfitting"):
                 print(printable(overfitting_notice(overfitting, options.run)))
             print(printable(f"written: {out / 'evaluation.json'}, {out / 'samples.md'}"), flush=True)
-    return result
-
-
-def _follow(options: argparse.Namespace, config: EvaluationConfig, processes: Collectives, progress: Progress) -> None:
-    """Evaluate the checkpoints of a run in their order, also those to come, up to its last step (collective).
-
-    Results in the folder of the same weights, data and options stay, so that another start goes on after the last one.
-    If the run fails, it is a `DataError`, after its last checkpoint.
-    """
-    run: Path = options.run
-    folder: Path = (options.out or run) / "evaluations"
-    saved, settings = CheckpointStore(run / "checkpoints", Retention()), run_config(run)
-    done, boards, trackers = 0, list[TensorBoard](), list[ExperimentTracker]()
-    while done < settings.train.steps:
-        progress.phase(f"waiting for a checkpoint after step {done:,} of {settings.train.steps:,}", announce=False)
-        failure = failure_of(run)  # before the look for checkpoints: a run saves its last one before it fails
-        paths = {step: str(path) for step, path in sorted(saved.by_step().items()) if step > done}
-        found, failure = processes.gather((next(iter(paths.items()), None), failure), "choice of the checkpoint")[0]
-        if found is None:
-            if failure:
-                raise DataError(f"{run}: has no checkpoint after step {done:,}, since the run has failed: {failure}")
-            time.sleep(FOLLOW_INTERVAL_S)
-            continue
-        options.checkpoint, path = Path(found[1]), folder / f"{checkpoint_name(found[0])}.json"
-        try:
-            inputs = _load(options, config, processes, progress)
-            expected, result = provenance(*inputs), dict[str, Any]()
-            if processes.is_main:
-                make_folder(folder)
-                _set_others_aside(folder, expected)
-                result = _read_result(path)
-            result = processes.gather(result, "results of an earlier start")[0]
-            is_kept = expected.items() <= result.items()
-            result = result if is_kept else _evaluate(options, inputs, processes, progress)
-        except DataError:
-            if options.checkpoint.exists():
-                raise
-            continue  # removed by its run, which has saved newer ones since
-        if processes.is_main and not is_kept:
-            if not (boards or trackers):
-                if settings.log.tensorboard:
-                    boards = [TensorBoard(folder / "tensorboard", done + 1 if done else 0)]
-                home = folder / f"{run.resolve().name}-evaluations"  # also the name that trackers show
-                trackers = [ExperimentTracker(name, home, done > 0, print) for name in settings.log.trackers]
-                for tracker in trackers:
-                    tracker.start(dump(settings))
-            _write_result(path, result)
-        done = found[0]
-        values = {
-            f"evaluation/{key}": value for key, value in flatten(result).items() if isinstance(value, int | float)
-        }
-        for board in boards:
-            board.scalars(done, values)
-            board.flush()
-        for tracker in trackers:
-            tracker.log(done, values)
-    for board in boards:
-        board.close()
-    for tracker in trackers:
-        tracker.close()
-
-
-def _set_others_aside(folder: Path, expected: Mapping[str, Any]) -> None:
-    """Rename results of another run, of other data or of other options to `*.old`."""
-    keys = ("weights", "run_id", "data_manifest", "options_sha256")
-    for path in sorted(folder.glob("step-*.json")):
-        result = _read_result(path)
-        if others := [key for key in keys if result.get(key) != expected[key]]:
-            path.rename(path.with_name(f"{path.name}.old"))
-            print(printable(f"{path}: has another {', '.join(others)}; it is {path.name}.old now"), flush=True)
-
-
-def _read_result(path: Path) -> dict[str, Any]:
-    """Return results that `_write_result` wrote; empty if there are none."""
-    try:
-        result = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return result if isinstance(result, dict) else {}
-
-
-def _write_result(path: Path, result: Mapping[str, Any]) -> None:
-    write_atomically(path, json.dumps(result, indent=1, allow_nan=False) + "\n")
 
 
 def main(argv: list[str] | None = None) -> int:

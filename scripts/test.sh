@@ -4,7 +4,7 @@
 #   bash scripts/test.sh           the default suite
 #   bash scripts/test.sh --quick   the inner loop, about two minutes
 #   bash scripts/test.sh --slow    the longer proofs as well
-#   bash scripts/test.sh --lowest  engines, checkpoints, prepare and report with the lowest versions of pyproject.toml
+#   bash scripts/test.sh --lowest  engines, checkpoints, prepare and compare with the lowest versions of pyproject.toml
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -28,11 +28,11 @@ if [ "${1:-}" = --lowest ]; then
   # pip takes the build for CUDA: some GB, which need no GPU.
   "$bin/python" -m pip --disable-pip-version-check install --quiet uv "torch==$torch"
   uv=("$bin/uv" pip install --quiet --python "$bin/python")
-  "${uv[@]}" --resolution lowest-direct --editable ".[figures,report,tables]"
+  "${uv[@]}" --resolution lowest-direct --editable ".[figures,tables]"
   "${uv[@]}" pytest pytest-xdist
   "$bin/python" -m pytest -q -n auto --dist worksteal -p no:cacheprovider -m "not slow" \
     tests/distributed/test_engine_parity.py tests/distributed/test_hybrid_sharding.py tests/trainer/test_step_guard.py \
-    tests/checkpoint tests/prepare/test_{pipeline,parts,tables}.py tests/model/test_{heads,mmdit}.py tests/tools/report
+    tests/checkpoint tests/prepare/test_{pipeline,parts,tables}.py tests/model/test_{heads,mmdit}.py tests/tools/compare
   exit
 fi
 

@@ -127,6 +127,6 @@ def test_a_run_is_reported_on(folder: Path, capsys: pytest.CaptureFixture[str]) 
     mmldlm_command("config --changed run")
     out = capsys.readouterr().out
     assert "finished" in out and "8/8" in out and "run/config.yaml:" in out
-    mmldlm_command("report run --out report")
-    assert "validation/total" in json.loads(Path("report/final_metrics.json").read_text())["runs"]["run"]["metrics"]
+    mmldlm_command("compare run --json")
+    assert "validation/total" in json.loads(capsys.readouterr().out)["runs"]["run"]["metrics"]
     mmldlm_command("export run again")

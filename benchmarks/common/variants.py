@@ -1,34 +1,30 @@
-"""The variants of the ladder: the reference, our trainer with all old practice, and each step to its defaults.
+"""The variants of the benchmark `step`: the reference, and our trainer with its defaults and other settings.
 
-Shapes: B samples, N tokens of an unpadded micro-batch, L positions of a padded sample, M latent tokens, D width,
-C latent channels, P masked tokens, V vocabulary.
+Shapes: B samples, L positions of a padded sample, M latent tokens, C latent channels, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.checkpoint import checkpoint
 
 from benchmarks.common.task import HEAD_WIDTH, Feed, Task, device, heads_of
-from mmldlm.batch import ACCURACY_STRIDE, Batch, PackedLayout
+from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.model.attention import BACKENDS
-from mmldlm.model.mmdit import DataShape, Prediction, Rows
+from mmldlm.model.mmdit import DataShape
 from mmldlm.run.compatibility import data_shape
 from mmldlm.run.factory import build_objective, corrupt_step
 from mmldlm.train import train_step
@@ -178,70 +174,7 @@ class ReferenceRun:
         """The values were read in the forward pass."""
 
 
-# --- old practice ---------------------------------------------------------------------------------
-
-Practice = Literal["recompute", "reads", "head", "padding"]
-IGNORED = -100  # target of a position without loss
-
-
-class PaddedLayout(PackedLayout):
-    """B samples of L positions each; those after a sample's own tokens are padding, which nothing attends to."""
-
-    def __init__(self, real: PackedLayout, length: int):
-        super().__init__((length,) * real.num_samples, real.latent_tokens, real.device)
-        self.real_lengths = real.lengths
-
-    @cached_property
-    def keys(self) -> Tensor:
-        """Mask bool [B, 1, 1, M + L] of the rows of the joint sequence that may be attended to."""
-        lengths = torch.tensor(self.real_lengths, device=self.device)
-        real = torch.arange(-self.latent_tokens, self.max_length, device=self.device) < lengths[:, None]
-        return real[:, None, None]
-
-
-def padded_attention(latent_qkv: Tensor, text_qkv: Tensor, layout: PaddedLayout) -> tuple[Tensor, Tensor]:
-    """Attend over rectangles, with a mask of keys."""
-    samples, m, length = layout.num_samples, layout.latent_tokens, layout.max_length
-    rows = [latent_qkv.unflatten(0, (samples, m)), text_qkv.unflatten(0, (samples, length))]
-    q, k, v = torch.cat(rows, dim=1).permute(2, 0, 3, 1, 4).unbind()
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=layout.keys).transpose(1, 2)
-    latent_out, text_out = out.split([m, length], dim=1)
-    return latent_out.flatten(0, 1), text_out.flatten(0, 1)
-
-
-BACKENDS["padded"] = padded_attention
-
-
-def pad(noised: NoisedBatch, pad_id: int, length: int) -> NoisedBatch:
-    """Return the micro-batch padded to B x L positions."""
-    layout = noised.layout
-    index = layout.sample_of_token * length + layout.position
-    tokens = noised.noised_tokens.new_full((layout.num_samples * length,), pad_id)
-    return replace(
-        noised,
-        noised_tokens=tokens.index_copy(0, index, noised.noised_tokens),
-        layout=PaddedLayout(layout, length),
-        positions=index.index_select(0, noised.positions),
-    )
-
-
-class WholeBackbone(nn.ModuleList):
-    """Blocks that are recomputed together: iteration yields one function that runs all of them.
-
-    The names of the parameters are unchanged.
-    """
-
-    def __iter__(self) -> Iterator[Callable[..., Any]]:  # type: ignore[override]
-        yield self._recomputed
-
-    def _recomputed(self, *arguments: Any) -> Any:
-        return checkpoint(self._all, *arguments, use_reentrant=False, preserve_rng_state=False)
-
-    def _all(self, text: Tensor, latent: Tensor, conditioning: Tensor, rows: Rows) -> tuple[Tensor, Tensor]:
-        *blocks, last_block = super().__iter__()
-        for block in blocks:
-            text, latent = block(text, latent, conditioning, rows._replace(kept=None))
-        return last_block(text, latent, conditioning, rows)
+# --- the trainer ----------------------------------------------------------------------------------
 
 
 class FeedTrainer(Trainer):
@@ -257,98 +190,13 @@ class FeedTrainer(Trainer):
         return self
 
 
-class OldPractice(FeedTrainer):
-    """Our trainer with the practices of other trainers: the steps of the ladder for which there is no setting.
-
-    The loss is the trainer's own in each combination, to rounding (tests/benchmarks/test_variants.py).
-
-    - padding: samples are padded to the maximum length, under one dense attention with a mask of keys
-    - head: logits of the whole vocabulary at every position, all at once
-    - reads: three losses and an accuracy are read from the device in each step, and the losses searched for NaN
-    - recompute: activation checkpointing around the whole backbone
-    """
-
-    def __init__(self, config: RunConfig, feed: Feed, practices: frozenset[Practice]):
-        super().__init__(config, feed)
-        self.practices = practices
-        self.read: dict[str, float] = {}
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        model = self.engine.unwrapped_model
-        if "padding" in self.practices:
-            model.backend = "padded"
-        if "recompute" in self.practices:
-            model.blocks = WholeBackbone(model.blocks)
-            model.shards_blocks = True  # which compute their own modulation
-        return self
-
-    def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
-        if "padding" in self.practices:
-            manifest = self.components.store.manifest
-            noised = [pad(batch, manifest.pad_id, manifest.max_length) for batch in noised]
-        return super().accumulate(noised)
-
-    def loss(self, batch: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, Tensor]:
-        if not self.practices & {"head", "reads"}:
-            return super().loss(batch, totals)
-        loss, sums = self.components.objective(self._with_logits, batch, totals)
-        if "reads" in self.practices:
-            self._read(loss, sums)
-        return loss, sums
-
-    def _with_logits(
-        self,
-        tokens: Tensor,
-        latents: Tensor,
-        t_text: Tensor,
-        t_latent: Tensor,
-        layout: PackedLayout,
-        positions: Tensor,
-        targets: Tensor,
-    ) -> Prediction:
-        """Stand in for the network: return what it returns for `targets`, computed from logits, without accuracy."""
-        rows, labels = positions, targets
-        if "head" in self.practices:
-            rows = torch.arange(len(tokens), device=tokens.device)
-            labels = torch.full_like(tokens, IGNORED).index_copy(0, positions, targets)
-        logits, latent, length_logits, *_ = self.engine.forward(tokens, latents, t_text, t_latent, layout, rows)
-        nll = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
-        if "reads" in self.practices:
-            self._correct = (logits.detach().argmax(-1) == labels)[labels != IGNORED]
-        nll = nll.index_select(0, positions) if "head" in self.practices else nll
-        return Prediction(nll, latent, length_logits, is_best=targets[::ACCURACY_STRIDE] < 0)
-
-    def _read(self, loss: Tensor, sums: Tensor) -> None:
-        bins = self.components.objective.stats.num_bins
-        losses = {"loss": loss, "text": sums[:bins].sum(), "latent": sums[bins : 2 * bins].sum()}
-        for name, value in losses.items():
-            if torch.isnan(value).any().item():
-                raise FloatingPointError(f"{name} is not a number")
-        self.read = {name: value.item() for name, value in losses.items()}
-        self.read["accuracy"] = self._correct.float().mean().item()
-
-
 # --- the variants ---------------------------------------------------------------------------------
-
-# Old practices in the order of the ladder, and how the step that drops each is displayed.
-SWITCHES = {
-    "recompute": "no recomputation of the whole backbone",
-    "reads": "no values read in each step",
-    "head": "head on masked tokens only, in chunks",
-    "padding": "no padding",
-    "attention": "one attention kernel over unpadded samples",
-    "adamw": "fused AdamW",
-    "latent": "narrow latent stream",
-    "modulation": "factored modulation",
-}
 
 
 @dataclass(frozen=True)
 class Variant:
     name: str
     about: str
-    old: frozenset[str] = frozenset()  # of SWITCHES
     streams: int = 0  # of the reference; 0: it is the trainer
     flash: bool = False
     settings: tuple[str, ...] = ()
@@ -364,17 +212,12 @@ class Variant:
 
 def variants(precision: str, device_type: str) -> dict[str, Variant]:
     """Return all variants by name, in the order of display; without those that would change nothing here."""
-    switches = [name for name in SWITCHES if name != "attention" or (device_type, precision) == ("cuda", "bf16")]
     listed = [
         Variant("reference", "mmdit 0.3.0, 2 residual streams", streams=2),
         Variant("reference-1", "mmdit 0.3.0, 1 residual stream", streams=1),
         Variant("reference-1-flash", "the same with PyTorch's attention", streams=1, flash=True),
-        Variant("old", "our trainer with all old practice", frozenset(switches)),
+        Variant("trainer", "our trainer"),
     ]
-    for number, name in enumerate(switches[:-1], 1):
-        listed.append(Variant(f"rung-{number}-{name}", f"+ {SWITCHES[name]}", frozenset(switches[number:])))
-    listed.append(Variant("trainer", f"+ {SWITCHES[switches[-1]]}: our trainer"))
-    listed += [Variant(f"without-{name}", f"all but: {SWITCHES[name]}", frozenset([name])) for name in switches]
     if precision != "bf16" and (device_type == "cuda" or slowdown(torch.bfloat16) < 2):
         listed.append(Variant("trainer-bf16", "our trainer in bf16", settings=("precision=bf16",)))
     listed.append(Variant("trainer-muon", "our trainer with Muon, as the quickstart", settings=("optim.name=muon",)))
@@ -422,7 +265,10 @@ def opened(variant: Variant, task: Task, rows: list[np.ndarray], folder: Path) -
         run = ReferenceRun(task, variant.streams, variant.flash, feed)
         yield Open(run, feed, run.step, run.model, run.optimizer)
         return
-    with entered(_trainer(variant, task, feed, folder / "run"), folder) as trainer, closing(trainer.steps()) as steps:
+    with (
+        entered(FeedTrainer(task.config(folder / "run", variant.settings), feed), folder) as trainer,
+        closing(trainer.steps()) as steps,
+    ):
         engine = trainer.engine
         yield Open(
             trainer,
@@ -448,16 +294,3 @@ def entered(trainer: TrainerT, folder: Path) -> Iterator[TrainerT]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         yield trainer
-
-
-def _trainer(variant: Variant, task: Task, feed: Feed, run_dir: Path) -> Trainer:
-    settings = {
-        "attention": "attention.backend=sdpa",
-        "adamw": "optim.fused=false",
-        "latent": f"model.latent_width={task.width}",
-        "modulation": "model.modulation_rank=0",
-    }
-    given = tuple(setting for name, setting in settings.items() if name in variant.old)
-    config = task.config(run_dir, given + variant.settings)
-    practices = variant.old & set(get_args(Practice))
-    return OldPractice(config, feed, practices) if practices else FeedTrainer(config, feed)

@@ -98,15 +98,6 @@ def clear_exit_files(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def failure_of(folder: Path) -> str:
-    """Return how a run that has failed ended; "" for one that trains, is done or can be resumed."""
-    try:
-        record = json.loads((folder / EXIT_FILE).read_bytes())
-        return "" if record["code"] in CLEAN_EXIT_CODES else f"{record['cause']} (exit code {record['code']})"
-    except (OSError, ValueError, LookupError, TypeError):  # TypeError: no JSON object
-        return ""
-
-
 def write_exit(folder: Path, rank: int, step: int, code: int, cause: str) -> None:
     """Write a rank's exit record.
 

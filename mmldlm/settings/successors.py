@@ -29,6 +29,7 @@ REMOVED_WORDS = {
     "plan": "use `mmldlm train CONFIG --dry-run --gpus 8x80GB`, which has the memory of each engine",
     "track": "use `log.trackers=[NAME]`, which sends the scalars while the run trains",
     **dict.fromkeys(("compare --until", "compare --seeds"), "use `mmldlm race A.yaml B.yaml`, which trains both"),
+    "report": "use `mmldlm compare RUN...`: --json has what was in final_metrics.json, --figures draws the curves",
     "align": "map the new vectors to the run's latents yourself, and give those to a bundle of `mmldlm export`",
     "sample --watch": "read the finished texts",
     "demo": "use `python examples/demo.py RUN` of the checkout",
@@ -37,6 +38,7 @@ REMOVED_WORDS = {
     "data sample --neighbours": "use --neighbors",
     "checkpoints verify": "use `mmldlm verify FOLDER`, of a run or a checkpoint",
     "evaluate --perplexity-model": "use a language model of your own on texts of `mmldlm sample RUN --mode joint`",
+    "evaluate --follow": "evaluate each of RUN/checkpoints/step-* with --checkpoint and an --out of its own",
     "evaluate --steps": "use sampling.steps=N, in t2l sampling.t2l_steps=N",
     "sample --steps": "use sampling.steps=N, in t2l sampling.t2l_steps=N",
     **{

@@ -14,8 +14,7 @@ import benchmarks.__main__ as command_line
 from benchmarks.common.counting import OTHER, PARTS, WAIT
 
 pytest.importorskip("mmdit", reason="mmdit is not installed: bash scripts/setup.sh --dev")
-pytest.importorskip("matplotlib", reason="matplotlib is not installed: bash scripts/setup.sh --dev")
-NAMES = ["reference", "old", "trainer"]
+NAMES = ["reference", "trainer"]
 Result = dict[str, Any]
 
 
@@ -40,8 +39,7 @@ def result(out: Path) -> Result:
     return json.loads((out / "result.json").read_text()) | {"control": {"trusted": True}}
 
 
-def test_result(out: Path, result: Result) -> None:
-    assert (out / "result.png").read_bytes().startswith(b"\x89PNG")
+def test_result(result: Result) -> None:
     assert list(result["variants"]) == NAMES and result["base"] == "reference"
     assert torch.__version__.startswith(result["versions"]["torch"].split("+")[0])
     assert result["date"] and result["machine"]["cores"] >= 1 and result["useful_flops_per_step"] > 0
@@ -50,11 +48,11 @@ def test_result(out: Path, result: Result) -> None:
         assert all(math.isfinite(value) and value > 0 for value in speed.values())
         assert speed["low"] <= speed["median"] <= speed["high"] and len(row["seconds"]) == 3
         assert row["parts"].keys() == {WAIT, *PARTS, OTHER} and row["parts"]["backward"] > 0
-    reference, old, trainer = (result["variants"][name]["counts"] for name in NAMES)
+    reference, trainer = (result["variants"][name]["counts"] for name in NAMES)
     assert result["variants"]["reference"]["speed"]["median"] == 1
-    assert reference["fill"] == old["fill"] < trainer["fill"] == 1
-    assert reference["logit_rows"] == old["logit_rows"] > trainer["logit_rows"] > 0
-    assert reference["operators"] > old["operators"] > trainer["operators"] and trainer["host_syncs"] == 0
+    assert reference["fill"] < trainer["fill"] == 1
+    assert reference["logit_rows"] > trainer["logit_rows"] > 0
+    assert reference["operators"] > trainer["operators"] and trainer["host_syncs"] == 0
 
 
 def test_exit_code(tiny_store: Path, tmp_path: Path, result: Result, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,23 +1,21 @@
-"""Old practice is slower, not different; the padded reference computes the loss of a loop over its samples."""
+"""The padded reference computes the loss of a loop over its samples."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
 from torch import Tensor
 
 from benchmarks.common.task import Task, typical_batches
-from benchmarks.common.variants import Open, Practice, Variant, opened
+from benchmarks.common.variants import Open, Variant, opened
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import LossConfig
 
-PRACTICES: tuple[str, ...] = get_args(Practice)
 BATCH = 8
 
 
@@ -36,28 +34,6 @@ def perturbed(variant: Variant, store: Path, folder: Path) -> Iterator[Open]:
                 seed = int.from_bytes(name.encode()[-7:], "big") % 2**31
                 parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(seed))
         yield run
-
-
-def loss_and_gradients(run: Open) -> dict[str, Tensor]:
-    values: dict[str, Tensor] = {}
-    for step in range(2):
-        run.feed.step = step
-        noised = run.trainer.corrupt(step, [run.feed.batch()])
-        totals = run.trainer.sync(step, noised)
-        for batch in run.trainer.accumulate(noised):
-            values[f"loss {step}"], _ = run.trainer.compute(batch, totals.counts)
-    return values | {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("old", [*([each] for each in PRACTICES), PRACTICES], ids="+".join)
-def test_old_practice_keeps_loss_and_gradients(tiny_store: Path, tmp_path: Path, old: tuple[str, ...]) -> None:
-    with perturbed(Variant("trainer", ""), tiny_store, tmp_path / "trainer") as run:
-        expected = loss_and_gradients(run)
-    with perturbed(Variant("old", "", frozenset(old)), tiny_store, tmp_path / "old") as run:
-        values = loss_and_gradients(run)
-    assert values.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(values[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()), msg=name)
 
 
 def loss_by_samples(run: Open, step: int) -> Tensor:

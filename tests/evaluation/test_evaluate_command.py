@@ -12,14 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from mmldlm import cli, train
 from mmldlm.config import load_config, write_config
-from tests.helpers.paths import ROOT
 from tests.helpers.tiny_config import TINY
-from tests.helpers.user_errors import assert_user_error
-from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -129,87 +125,3 @@ def test_progress_lines_show_phases_and_micro_batches(run_dir: Path) -> None:
         for done in range(1, batches + 1):
             assert f"\n{phase}: {done} of {batches} micro-batches, " in printed
     assert "\nre-encoding of the generated texts: 1 of 1 batches of the encoder, " in printed
-
-
-def test_follow(tiny_config: Path, tmp_path: Path) -> None:
-    """Each checkpoint is evaluated once, also one that appears later; the curves have them all."""
-    run, hidden = tmp_path / "run", tmp_path / "hidden"
-    settings = ["train.steps=6", "checkpoint.every_steps=2", "checkpoint.keep_last=9", "data.num_workers=0"]
-    assert train.main([str(tiny_config), *settings, "log.tensorboard=true", "log.trackers=[tensorboard]"]) == 0
-    last, results = run / "checkpoints" / "step-00000006", run / "evaluations"
-    last.rename(hidden)
-    few = ["--modes", "l2t", "--samples", "8", "--texts", "4", "--times", "1"]
-    command = [sys.executable, "-m", "mmldlm", "evaluate", str(run), "--follow", *few]
-    with subprocess.Popen(command, cwd=ROOT) as follower:
-        try:
-            wait_until((results / "step-00000004.json").exists, "the evaluation of step 4")
-            assert follower.poll() is None
-            hidden.rename(last)
-            assert follower.wait(TEST_TIMEOUT_S) == 0
-        finally:
-            follower.kill()
-    steps = {path.name: json.loads(path.read_text())["step"] for path in results.glob("step-*.json")}
-    assert steps == {f"step-0000000{step}.json": step for step in (2, 4, 6)}
-    assert json.loads((run / "evaluation.json").read_text())["step"] == 6
-    values = [json.loads((results / name).read_text())["l2t"]["bits_per_token"] for name in sorted(steps)]
-    expected = [(step, pytest.approx(value)) for step, value in zip((2, 4, 6), values, strict=True)]
-    name = "run-evaluations"
-    for folder in (results / "tensorboard", results / name / "trackers/tensorboard" / name):
-        events = EventAccumulator(str(folder)).Reload().Scalars("evaluation/l2t.bits_per_token")
-        assert [(event.step, event.value) for event in events] == expected
-
-    before = (results / "step-00000006.json").stat().st_mtime_ns
-    assert cli.main(["evaluate", str(run), "--follow", *few]) == 0  # nothing is left to do
-    assert (results / "step-00000006.json").stat().st_mtime_ns == before
-
-
-FEW = ["--modes", "l2t", "--samples", "8", "--texts", "4", "--times", "1"]
-
-
-def test_follow_measures_what_it_has_not(
-    run_dir: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Results in the folder stay where they are of the same weights, data and options, and are set aside else."""
-    run, out = tmp_path / "copy", tmp_path / "out"
-    shutil.copytree(run_dir, run)
-    path = out / "evaluations/step-00000001.json"
-
-    def is_measured(*arguments: str, followed: Path = run) -> bool:
-        assert cli.main(["evaluate", str(followed), "--follow", "--out", str(out), *FEW, *arguments]) == 0
-        return "written: " in capsys.readouterr().out
-
-    assert is_measured() and not is_measured()
-    first = json.loads(path.read_text())
-    for arguments in (["--seed", "1"], ["sampling.temperature=0.5"], ["--times", "2"]):
-        assert is_measured(*arguments) and not is_measured(*arguments), arguments
-    assert is_measured() and json.loads(path.read_text()) == first
-    # Another run in the same folder, and then a run that was trained again in its own.
-    settings = ["train.steps=1", "validation.every=0", "data.num_workers=0", "run.seed=9", "resume=never"]
-    for folder in (tmp_path / "run", run):
-        assert cli.main(["train", str(tiny_config), f"run.dir={folder}", *settings]) == 0
-        before = json.loads(path.read_text())
-        assert is_measured(followed=folder) and not is_measured(followed=folder)
-        after = json.loads(path.read_text())
-        assert after["run_id"] != before["run_id"] and after["step"] == before["step"] == 1
-        assert json.loads(path.with_name(f"{path.name}.old").read_text()) == before
-    assert after["l2t"] != first["l2t"] and after["weights_sha256"] != first["weights_sha256"]
-
-
-def test_follow_ends_with_a_run_that_failed(run_dir: Path, tmp_path: Path) -> None:
-    """A run that is not there yet is awaited; of one that has failed the last checkpoint is measured, then it is 65."""
-    run = tmp_path / "run"
-    command = [sys.executable, "-m", "mmldlm", "evaluate", str(run), "--follow", *FEW]
-    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as follower:
-        try:
-            assert follower.stderr is not None and "waiting for" in follower.stderr.readline()
-            shutil.copytree(run_dir, tmp_path / "whole")
-            config = (tmp_path / "whole/config.yaml").read_text()
-            (tmp_path / "whole/config.yaml").write_text(config.replace("  steps: 1\n", "  steps: 5\n"))
-            record = {"code": 70, "rank": 0, "step": 3, "cause": "step 4: the loss is not finite", "time": 0.0}
-            (tmp_path / "whole/exit.json").write_text(json.dumps(record))
-            (tmp_path / "whole").rename(run)
-            error = follower.communicate(timeout=TEST_TIMEOUT_S)[1].splitlines()[-1] + "\n"
-        finally:
-            follower.kill()
-    assert_user_error((follower.returncode, error), 65, "after step 1", record["cause"], "70")
-    assert (run / "evaluations/step-00000001.json").exists()

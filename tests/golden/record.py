@@ -126,13 +126,13 @@ BAD = [
     ["evaluate", "/nowhere"],
     ["evaluate", "RUN", "--samples", "0"],
     ["monitor", "/nowhere", "--once"],
-    ["report", "/nowhere"],
+    ["compare", "/nowhere"],
     ["doctor", "/nowhere.yaml"],
     ["nothing"],
 ]
 VERBS = (
     "new,prepare,convert,data,data info,data verify,data sample,train,sample,score,evaluate,export,"
-    "checkpoints,verify,explain,rewind,monitor,compare,report,config,doctor"
+    "checkpoints,verify,explain,rewind,monitor,compare,config,doctor"
 )
 # A run in which everything happens that can happen beside its steps.
 FEATURES = [
@@ -277,7 +277,7 @@ class Recorder:
         return result
 
     def commands(self) -> dict[str, Any]:
-        """What sample, evaluate and report compute from a run, and the keys of what they write."""
+        """What sample, evaluate and compare compute from a run, and the keys of what they write."""
         self.curve("sampled", ["ema.decay=0.5"])
         run = self.folder / "runs/sampled"
         result: dict[str, Any] = {}
@@ -289,8 +289,7 @@ class Recorder:
             result[f"sample {name}"] = self.succeed(self.mmldlm(*sample, *arguments)).splitlines()
         self.succeed(self.mmldlm("evaluate", run, "--samples", 40, "--texts", 12))
         result["evaluate"] = _hexed(json.loads((run / "evaluation.json").read_text()))
-        self.succeed(self.mmldlm("report", run, "--out", self.folder / "report"))
-        result["final_metrics keys"] = _keys(json.loads((self.folder / "report/final_metrics.json").read_text()))
+        result["compare keys"] = _keys(json.loads(self.succeed(self.mmldlm("compare", run, run, "--json"))))
         return result
 
     def configs(self) -> dict[str, Any]:

@@ -38,9 +38,9 @@ def test_commands_of_the_page(
         capsys.readouterr()
         assert cli.main([argument.replace("own:44", f"own:{sample}") for argument in arguments]) == 0
         said.append(capsys.readouterr().out)
-    verified, segment, everything, explained, rewound, _, report = said
+    verified, segment, everything, explained, rewound, _, compared = said
     assert "runs/own: verified" in verified and "steps 1 to 8: bitwise the same" in segment
     assert everything.count("bitwise the same") == 5
     assert f"own:{sample}: " in explained and "they caused it" in explained and "4 replays" in explained
-    assert "continues from step 24" in rewound and "final_metrics.json" in report
+    assert "continues from step 24" in rewound and "left by mmldlm rewind" in compared
     assert (tmp_path / "runs/own/branches/01-before-27").is_dir()

@@ -34,7 +34,7 @@ def folder(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("evaluate {folder}/run --samples 8 --texts 2 --times 2", r".*: \d+ of \d+ .*, \d+s"),
         ("verify {folder}/run", r"verifying: (\d) of \1 checkpoints, \d+s"),
         ("checkpoints diff {folder}/run {folder}/run", r"verifying and comparing: \d+s"),
-        ("report {folder}/run --out {folder}/report", r"reading the runs and drawing figures: \d+s"),
+        ("compare {folder}/run --figures {folder}/figures", r"drawing figures: \d+s"),
         ("data verify {store}", r"verifying: (\d+) of \1 shards and files, \d+s"),
         ("convert lgdlm {folder}/old {folder}/converted", r"converting: 120 samples, \d+s"),
     ],

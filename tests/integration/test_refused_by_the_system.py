@@ -24,7 +24,7 @@ COMMANDS: dict[str, list[str]] = {
     "export": ["export", "{run}", "{out}"],
     "merge": ["checkpoints", "merge", "{run}", "{run}", "--out", "{out}"],
     "rewind": ["rewind", "{run}", "--before", "5"],
-    "report": ["report", "{run}", "--out", "{out}"],
+    "compare": ["compare", "{run}", "--figures", "{out}"],
     "new": ["new", "{out}"],
 }
 

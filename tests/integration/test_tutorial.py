@@ -62,7 +62,7 @@ def runs_are_as_described(runs: Path) -> None:
     records = [json.loads(line) for line in (runs / "tutorial" / "metrics.jsonl").read_text().splitlines()]
     trained = [record["step"] for record in records if record["kind"] == "train"]
     assert trained == list(range(5, 301, 5)) and "resume" in {record["kind"] for record in records}
-    result = json.loads((runs / "report" / "final_metrics.json").read_text())
+    result = json.loads((runs / "comparison.json").read_text())
     names = {name: [f"{name}-seed{seed}" for seed in (1, 2, 3)] for name in ("tutorial", "low-rate")}
     assert result["groups"] == {names["tutorial"][0]: names["tutorial"], names["low-rate"][0]: names["low-rate"]}
     (comparison,) = result["comparison"].values()

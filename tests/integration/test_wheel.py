@@ -92,7 +92,7 @@ def test_metadata_name_licence_python_and_extras(installed: Path) -> None:
     assert metadata["License-Expression"] == "Apache-2.0" and metadata["Author"] == "the mmldlm authors"
     assert (info / "licenses" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert metadata["Requires-Python"] == ">=3.10" and not metadata.get_all("Project-URL")
-    assert {"encoders", "report", "demo", "mirror"} <= set(metadata.get_all("Provides-Extra"))
+    assert {"encoders", "figures", "demo", "mirror"} <= set(metadata.get_all("Provides-Extra"))
     assert metadata["Version"] == __version__ in (ROOT / "CITATION.cff").read_text()
 
 

@@ -1,4 +1,4 @@
-"""Records and files of a run that say odd things: neither monitor nor report ends in a traceback, or obeys them."""
+"""Records and files of a run that say odd things: neither monitor nor compare ends in a traceback, or obeys them."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def test_the_monitor_leaves_them_out(name: str, tmp_path: Path) -> None:
     assert history.damaged == 1 and "1/9" in look(history)
 
 
-def test_the_report_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_comparison_counts_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_with(tmp_path / "run", *ODD.values())
-    assert cli.main(["report", str(run), f"--out={tmp_path / 'out'}"]) == 0
+    assert cli.main(["compare", str(run)]) == 0
     assert f"{len(ODD)} damaged lines of metrics.jsonl are ignored" in capsys.readouterr().out
 
 
@@ -85,8 +85,7 @@ def test_no_text_of_a_run_reaches_the_terminal_as_an_order(tmp_path: Path, capsy
     (run / "config.yaml").write_text('data: {path: "x\\e]0;title\\a"}\n')
     other = run_with(tmp_path / "other")
     (other / "config.yaml").write_text("data: {path: y}\n")
-    for command in (["compare", run, other], ["report", run, other, f"--out={tmp_path / 'out'}"]):
-        assert cli.main([*map(str, command)]) == 0
+    assert cli.main(["compare", str(run), str(other), f"--figures={tmp_path / 'out'}"]) == 0
     (run / "config.yaml").write_text("data: [}")
     assert cli.main(["compare", str(run), str(other)]) == 0
     printed = "".join(capsys.readouterr())

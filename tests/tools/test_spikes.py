@@ -16,7 +16,6 @@ from mmldlm import cli, train
 from mmldlm.checkpoint.manifest import verify_checkpoint
 from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.tools.replay import RecordedRun
-from mmldlm.tools.report.command import main as report
 from mmldlm.tools.spikes import explain, explain_main, rewind_main
 from tests.helpers.engine_runs import records
 from tests.helpers.spikes import SPIKY, drawn_at, spoil, spoiled_copy
@@ -80,12 +79,12 @@ def test_explain_rewind_and_go_on(planted: Planted, tiny_store: Path, capsys: py
     assert_same_branch(run, planted.train("without", f"data.skip_samples={planted.names}"), 20, 40)
     spoil(planted.store, planted.samples, 1e-3)
     assert_same_branch(run, planted.train("other", f"data.skip_samples={planted.names}"), 20, 40)
-    # Both branches stay, and the report draws them.
+    # Both branches stay, and the comparison shows them.
     branch = run / "branches/01-before-27"
     assert curve(branch, 0) == left and len(list(run.glob("checkpoints/superseded-*"))) == 2
-    report([str(run), "--out", str(run / "report")])
-    page = json.loads((run / "report/final_metrics.json").read_text())
-    assert set(page["runs"]) == {"run", "01-before-27"}
+    capsys.readouterr()
+    assert cli.main(["compare", str(run), "--json"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["runs"]) == {"run", "01-before-27"}
 
 
 def output_of_verify(run: Path, capsys: pytest.CaptureFixture[str]) -> str:

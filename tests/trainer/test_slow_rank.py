@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mmldlm.tools.compare.run_summary import RunSummary
 from mmldlm.tools.monitor.alerts import alerts
-from mmldlm.tools.report.run_summary import RunSummary
 from mmldlm.tools.runs import History
 from tests.helpers.engine_runs import some
 from tests.helpers.forked_runs import ForkedRuns

@@ -23,7 +23,6 @@ from mmldlm.tools.runs import History
 from mmldlm.utils.short_repr import short_repr
 
 _FILE_COLUMNS = 120
-_STALL_MARGIN_S = 0.05  # after the stall timeout, so that the next snapshot sees it exceeded
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -58,16 +57,6 @@ def _thresholds(assignments: Sequence[str]) -> Thresholds:
     return build(Thresholds, tree)
 
 
-def pause_s(snapshots: Sequence[Snapshot], interval_s: float) -> float:
-    """Return the seconds to the next snapshot: the interval, or less if a run would become silent before."""
-    until_silent = [
-        snapshot.stall_timeout_s - snapshot.news_age_s
-        for snapshot in snapshots
-        if snapshot.state.is_active and snapshot.news_age_s is not None
-    ]
-    return min([interval_s, *(seconds + _STALL_MARGIN_S for seconds in until_silent if seconds > 0)])
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm monitor`; an `MmldlmError` propagates."""
     options = _parser().parse_args(argv)
@@ -94,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
                     print(head + capture.get(), end="", flush=True)
                 if options.once or not any(snapshot.state.is_active for snapshot in snapshots):
                     return ExitCode.ALERT if any(raised for _, raised in looks) else ExitCode.DONE
-                time.sleep(pause_s(snapshots, options.interval))
+                time.sleep(options.interval)
                 for history in histories:
                     history.refresh()
     except KeyboardInterrupt:

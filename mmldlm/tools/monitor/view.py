@@ -15,7 +15,6 @@ from rich.text import Text
 
 from mmldlm.tools.monitor.alerts import Alert
 from mmldlm.tools.monitor.snapshot import Snapshot
-from mmldlm.tools.report.paired import Difference, pairing, record_difference
 from mmldlm.tools.runs import CURVE_KINDS
 from mmldlm.utils.format import format_number, human_count, human_duration
 from mmldlm.utils.nested import replace_nonfinite
@@ -74,19 +73,7 @@ def _rows(looks: Sequence[Look]) -> RenderableType:
         alert = f"{alerts[0].name}{more}: {alerts[0].found}" if alerts else ""
         cells = [run.history.name, run.state.name, _progress(run), _eta(run), "".join(map(_loss, losses[-1:])), news]
         table.add_row(*map(_text, cells), _text(alert, "red"))
-    first, lines = looks[0][0].history.name, []
-    for (run, _), difference in zip(looks[1:], _differences_from_first(looks), strict=True):
-        if difference is not None:
-            lines.append(_text(f"{run.history.name} - {first}: {difference}"))
-    return Group(table, *lines)
-
-
-def _differences_from_first(looks: Sequence[Look]) -> list[Difference | None]:
-    """Return the difference of each run's loss from that of the first, if they are paired and have common records."""
-    first, *others = (run.history for run, _ in looks)
-    return [
-        record_difference(first, b, "loss/total") if pairing(first, b).startswith("paired") else None for b in others
-    ]
+    return table
 
 
 def _progress(run: Snapshot) -> str:
@@ -141,11 +128,7 @@ def _details(run: Snapshot, alerts: Sequence[Alert], bars: str) -> RenderableTyp
 
 def to_json(looks: Sequence[Look]) -> list[dict[str, Any]]:
     """Return what `mmldlm monitor --json` prints; unknown and non-finite values are None."""
-    runs = [_to_dict(*look) for look in looks]
-    for run, difference in zip(runs[1:], _differences_from_first(looks), strict=True):
-        if difference is not None:
-            run["difference_from_first"] = difference.to_dict()
-    return replace_nonfinite(runs)
+    return replace_nonfinite([_to_dict(*look) for look in looks])
 
 
 def _to_dict(run: Snapshot, alerts: Sequence[Alert]) -> dict[str, Any]:

@@ -16,10 +16,10 @@ from mmldlm.data.store import Store
 from mmldlm.run.factory import build_objective, corrupt_step
 from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.metrics import MetricsFile
-from mmldlm.tools import compare
-from mmldlm.tools.report.comparison import group_runs, setting_differences
-from mmldlm.tools.report.paired import pairing
-from mmldlm.tools.report.run_summary import RunSummary
+from mmldlm.tools.compare import command as compare
+from mmldlm.tools.compare.comparison import group_runs, setting_differences
+from mmldlm.tools.compare.paired import pairing
+from mmldlm.tools.compare.run_summary import RunSummary
 from mmldlm.tools.runs import History
 from tests.helpers.written_runs import write_lines
 
@@ -150,7 +150,7 @@ def test_runs_are_judged_by_all_of_their_starts(
     key = setting.partition("=")[0]
     assert compare.main([str(first.path), str(second.path)]) == 0
     assert re.search(rf"b: changed after step 30: .*{key} .* -> ", capsys.readouterr().out)
-    groups = group_runs([first, second], first)
+    groups = group_runs([first, second])
     assert len(groups) == 2 or (key == "run.seed" and len(groups[0].by_seed) == 2)
     assert key == "run.seed" or any(key in row for row in setting_differences(groups))
 
@@ -168,5 +168,5 @@ def test_other_environments_are_named(tiny_config: Path, tmp_path: Path) -> None
     line, parts = pairing(first.history, others[0].history), ("torch 2.12 and 2.13", "code c and d", "x and y")
     assert line.startswith("paired: the same") and all(part in line for part in (*parts, "world_size 1 and 2"))
     # Of a group all runs count, not the first alone.
-    (group,) = group_runs([first, others[1]], first)
+    (group,) = group_runs([first, others[1]])
     assert setting_differences([group]) == {"start-up: versions.torch": {group.name: "2.12 and 2.14"}}

@@ -86,22 +86,6 @@ def test_several_runs_have_a_row_each(going_on: Path, tmp_path: Path, capsys: Pr
         assert row.startswith(f"run{number}\\x1b]0;title\\x07") and "failed (+1): exit code 74: disk full" in row
 
 
-def test_paired_runs_are_compared_with_the_first(tmp_path: Path, capsys: Printed) -> None:
-    for name, loss, seed in (("first", 4.0, 1), ("paired", 4.4, 1), ("other", 5.0, 2)):
-        records = [
-            record("start", 0, total_steps=40),
-            *train(1, 30, loss__total=lambda step, loss=loss: loss + 1 / step),
-        ]
-        write_run(tmp_path / name, records, config={"run": {"seed": seed}}, exit={**EXIT, "code": 0})
-    runs = [tmp_path / name for name in ("first", "paired", "other")]
-    code, out = monitor(capsys, *runs, "--once")
-    (line,) = (line for line in out.splitlines() if " - first: " in line)
-    assert code == 0 and line.startswith("paired - first: loss/total") and "%" in line
-    _, paired, other = json.loads(monitor(capsys, *runs, "--once", "--json")[1])
-    assert 0.09 < paired["difference_from_first"]["relative_difference"] < 0.1
-    assert "difference_from_first" not in other
-
-
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mmldlm.contrib.race.arms import BOUND, Arm
+from mmldlm.contrib.race.gain import NIGHT, Gain, share
+from mmldlm.contrib.race.ledger import Ledger
+from mmldlm.contrib.race.race import Proposal, Race
 from mmldlm.errors import ConfigError, DataError, MmldlmError
-from mmldlm.tools.race.arms import BOUND, Arm
-from mmldlm.tools.race.gain import NIGHT, Gain, share
-from mmldlm.tools.race.ledger import Ledger
-from mmldlm.tools.race.race import Proposal, Race
 from tests.helpers.tiny_config import TINY
 
 RECORDED = json.loads(Path(__file__).with_name("recorded.json").read_text(encoding="utf-8"))

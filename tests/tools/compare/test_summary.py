@@ -1,4 +1,4 @@
-"""The report: its numbers, figures and printed lines, at any moment of a run's life."""
+"""`mmldlm compare` of any number of runs: its numbers, figures and lines, at any moment of a run's life."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ import pytest
 
 from mmldlm import cli
 from mmldlm.telemetry.metrics import MetricsFile
-from mmldlm.tools.report import figures
-from mmldlm.tools.report.comparison import group_runs
-from mmldlm.tools.report.run_summary import Curve, RunSummary
+from mmldlm.tools.compare import figures
+from mmldlm.tools.compare.run_summary import Curve
 from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import wait_until
@@ -41,25 +40,22 @@ def names(kind: str) -> list[str]:
     return [f"{kind}-{seed}" for seed in SEEDS]
 
 
-def made(*runs: Path, out: Path, **options: Path) -> dict[str, Any]:
-    """final_metrics.json of a report of these runs in `out`."""
-    arguments = [f"--{name}={value}" for name, value in options.items()]
-    assert cli.main(["report", *map(str, runs), f"--out={out}", *arguments]) == 0
-    result: dict[str, Any] = json.loads((out / "final_metrics.json").read_text(encoding="utf-8"))
+def compared(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    """The object of `mmldlm compare --json`."""
+    capsys.readouterr()
+    assert cli.main(["compare", *map(str, arguments), "--json"]) == 0
+    result: dict[str, Any] = json.loads(capsys.readouterr().out)
     return result
 
 
-@pytest.fixture(scope="module")
-def reported(runs: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder of a report of all of them, and its numbers."""
-    out = runs / "out"
-    return out, made(*(runs / name for name in names("base") + names("slow")), out=out)
+def by_kind(runs: Path) -> list[Path]:
+    return [runs / name for name in names("base") + names("slow")]
 
 
-def test_the_numbers_are_those_of_the_comparison(runs: Path, reported: tuple[Path, dict[str, Any]]) -> None:
-    """Values from the records by the rule of their group; differences over seeds, as `mmldlm compare` has them."""
-    out, result = reported
-    assert {path.stem for path in out.glob("*.png")} == {"loss", "paired", "quality"}
+def test_numbers_and_figures_of_groups(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Values from the records by the rule of their group; seeds are one group, and what was changed differs."""
+    result = compared(capsys, *by_kind(runs), "--figures", tmp_path)
+    assert {path.name for path in tmp_path.glob("*")} == {"curves.png", "paired.png"}
     (name, comparison), *others = result["comparison"].items()
     assert name == "slow-1" and not others and comparison["decision"] == "higher"
     entries = {entry["metric"]: entry for entry in comparison["over_seeds"]}
@@ -73,10 +69,7 @@ def test_the_numbers_are_those_of_the_comparison(runs: Path, reported: tuple[Pat
     assert metrics["loss/total"] == pytest.approx(np.mean([each["loss/total"] for each in records[18:]]))
     assert metrics["speed/tokens_per_s"] == pytest.approx(np.median([each["speed/tokens_per_s"] for each in records]))
     assert metrics["memory/resident_mib"] == 120
-
-
-def test_seeds_are_one_group_and_only_what_was_changed_differs(reported: tuple[Path, dict[str, Any]]) -> None:
-    _, result = reported
+    assert result["decision"] == comparison["decision"] and result["compared_to_step"] is None
     assert result["groups"] == {"base-1": names("base"), "slow-1": names("slow")} and result["baseline"] == "base-1"
     assert result["config_differences"] == {"optim.lr": {"base-1": 0.001, "slow-1": 0.0003}}
     run = result["runs"]["base-2"]
@@ -88,13 +81,14 @@ def test_single_runs_have_no_interval_over_seeds(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     short = write_run(tmp_path / "short", 1, shift=0.5, lr=3e-4, steps=13)
-    result = made(runs / "base-1", short, out=tmp_path / "out", baseline=short)
+    result = compared(capsys, short, runs / "base-1", "--steps", 13)
     assert (result["baseline"], result["compared_to_step"]) == ("short", 13)
     comparison = result["comparison"]["base-1"]
     assert {tuple(row["relative_interval"]) for row in comparison["over_seeds"]} == {(None, None)}
     (pair,) = comparison["pairs"]
     (loss,) = [row for row in pair["differences"] if row["metric"] == "loss/total"]
     assert (loss["of"], loss["n"], loss["last"]) == ("records", 13, 13) and loss["relative_interval"][1] < 0
+    assert cli.main(["compare", str(short), str(runs / "base-1")]) == 0
     printed = capsys.readouterr().out
     assert "(no interval)" in printed and "optim.lr differs: short 0.0003, base-1 0.001\n" in printed
 
@@ -102,7 +96,7 @@ def test_single_runs_have_no_interval_over_seeds(
 def test_it_imports_no_torch(runs: Path, tmp_path: Path) -> None:
     seen = "import sys; from mmldlm import cli; assert cli.main(sys.argv[1:]) == 0; print({'torch'} & set(sys.modules))"
     shown = [str(runs / name) for name in ("base-1", "slow-1")]
-    command = [sys.executable, "-c", seen, "report", *shown, f"--out={tmp_path / 'out'}"]
+    command = [sys.executable, "-c", seen, "compare", *shown, f"--figures={tmp_path / 'out'}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1:] == ["set()"], done.stderr
 
@@ -111,16 +105,16 @@ def test_a_missing_library_is_one_line(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert cli.main(["report", str(runs / "base-1"), f"--out={tmp_path / 'out'}"]) == 2
-    assert "mmldlm: error: the report needs matplotlib: pip install 'matplotlib>=" in capsys.readouterr().err
+    assert cli.main(["compare", str(runs / "base-1"), f"--figures={tmp_path / 'out'}"]) == 2
+    assert "pip install 'matplotlib>=" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_what_is_no_run_or_cannot_be_written(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(tmp_path)]) == 65
-    assert "is no run folder" in capsys.readouterr().err
+    assert cli.main(["compare", str(tmp_path)]) == 65
+    assert str(tmp_path) in capsys.readouterr().err
     (tmp_path / "file").write_text("")
-    assert cli.main(["report", str(runs / "base-1"), f"--out={tmp_path / 'file' / 'out'}"]) == 74
+    assert cli.main(["compare", str(runs / "base-1"), f"--figures={tmp_path / 'file' / 'out'}"]) == 74
     assert capsys.readouterr().err.startswith("mmldlm: error: cannot read or write")
 
 
@@ -141,22 +135,21 @@ def test_running_and_killed_run(
 ) -> None:
     run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') >= 5, "the first steps")
-    result = made(run, runs / "base-1", out=tmp_path / "out")
+    result = compared(capsys, run, runs / "base-1")
     alive = result["runs"]["run"]
     assert (alive["state"], alive["total_steps"]) == ("running", 100_000) and alive["step"] >= 5
-    assert 0 < result["compared_to_step"] <= 20 and not (run / "report").exists()
 
     endless.kill()
     endless.wait()
     with metrics.open("ab") as torn:
         torn.write(b'{"kind": "train", "step": 99999, "ti')
-    result = made(run, out=run / "report")
+    result = compared(capsys, run)
     dead = result["runs"]["run"]
     assert dead["state"] == "killed" and alive["step"] <= dead["step"] < 99_999
-    assert dead["events"]["failure"] == 1 and "left no exit.json" in capsys.readouterr().out
+    assert dead["events"]["failure"] == 1 and "exit.json" in dead["cause"]
 
 
-def test_events_are_marked_and_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     run.mkdir()
     file = MetricsFile(run / "metrics.jsonl", None)
@@ -177,30 +170,21 @@ def test_events_are_marked_and_counted(tmp_path: Path, capsys: pytest.CaptureFix
             file.write("micro_batch", step + 1, {"before": 8, "micro_batch_size": 4})
     words = {"code": 70, "rank": 0, "step": 30, "cause": "the loss is not finite", "time": 2e9}
     (run / "exit.json").write_text(json.dumps(words))
-    result = made(run, out=tmp_path / "out")
+    result = compared(capsys, run)
     once = ("start", "skip", "checkpoint", "end", "resume", "micro_batch", "failure")
     assert result["runs"]["run"]["events"] == dict.fromkeys(once, 1)
     assert result["runs"]["run"]["metrics"]["quality/l2t_bleu"] == 30.0
+    assert cli.main(["compare", str(run)]) == 0
     assert "the loss is not finite" in capsys.readouterr().out
-    alone = RunSummary(run)
-    losses, others = figures.plan_panels([alone])
-    assert [panel.title for panel in losses + others] == ["total", "quality/l2t_bleu"]
-    figure = figures.build_figure(group_runs([alone], alone), losses[:1])
-    assert [text.get_text() for text in figure.legends[1].texts] == ["resumed", "skipped step", "failed or killed"]
-    (axis,) = figure.axes
-    marks = {line.get_marker(): (list(line.get_xdata()), list(line.get_ydata())) for line in axis.lines}
-    for mark, (step, loss) in {"x": (12, 3.8), "^": (20, 3.0), "X": (30, 2.0)}.items():
-        assert marks[mark] == ([step], pytest.approx([loss]))
 
 
-def test_a_long_curve_keeps_its_means_and_extremes() -> None:
-    values = [float(value) for value in np.random.default_rng(0).normal(size=10_000)]
-    steps, middle, low, high = figures.bin_curve(Curve(np.arange(1, 10_001), np.array(values)), 200)
-    assert len(steps) == 200 and steps[0] == 25.5 and middle[0] == pytest.approx(np.mean(values[:50]))
-    assert (low.min(), high.max()) == (min(values), max(values)) and (low <= middle).all() and (middle <= high).all()
+def test_a_long_curve_keeps_its_means() -> None:
+    values = np.random.default_rng(0).normal(size=10_000)
+    steps, means = figures.shorten(Curve(np.arange(1, 10_001), values))
+    assert len(steps) == 200 and steps[0] == 25.5 and means[0] == pytest.approx(values[:50].mean())
 
 
-def test_what_a_folder_holds_is_text(tmp_path: Path) -> None:
+def test_what_a_folder_holds_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = "<img src=x onerror=alert(1)>$_"
     run = tmp_path / bad
     run.mkdir()
@@ -210,21 +194,23 @@ def test_what_a_folder_holds_is_text(tmp_path: Path) -> None:
     file.write("end", 1, {"stopped_by": bad})
     (run / "config.yaml").write_text(f"run: {{seed: '{bad}'}}\n")
     (run / "evaluation.json").write_text(json.dumps({bad: 1.0, "l2t": {"samples": [{bad: bad}, 3]}, "step": bad}))
-    (name, values), *others = made(run, out=tmp_path / "out")["runs"].items()
+    (name, values), *others = compared(capsys, run, "--figures", tmp_path / "out")["runs"].items()
     assert not others and (name, values["seed"], values["metrics"][f"evaluation/{bad}"]) == (bad, bad, 1.0)
 
 
 @pytest.mark.parametrize("content", ["", '{"kind": "start", "st'])
-def test_run_without_records(tmp_path: Path, content: str) -> None:
+def test_run_without_records(tmp_path: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text(content)
-    result = made(tmp_path / "run", tmp_path / "run", out=tmp_path / "out")
+    result = compared(capsys, tmp_path / "run", tmp_path / "run", "--figures", tmp_path / "out")
     assert list(result["runs"]) == ["run"] and result["runs"]["run"]["metrics"] == {}
     assert not list((tmp_path / "out").glob("*.png"))
 
 
-def test_a_branch_that_was_left_is_drawn_and_not_averaged(runs: Path, tmp_path: Path) -> None:
-    """A run against its own copy is equal, whatever is in the branch that `mmldlm rewind` has set aside."""
+def test_a_branch_that_was_left_is_shown_and_not_averaged(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run is equal to its own copy, whatever is in the branch that `mmldlm rewind` has set aside."""
     run, copy = tmp_path / "run", tmp_path / "copy"
     for folder in (run, copy):
         shutil.copytree(runs / "base-1", folder)
@@ -236,11 +222,9 @@ def test_a_branch_that_was_left_is_drawn_and_not_averaged(runs: Path, tmp_path: 
     for record in records:
         record |= {key: 3 * value for key, value in record.items() if key.startswith(("loss/", "validation/"))}
     (branch / "metrics.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
-    result = made(run, copy, out=tmp_path / "out")
-    assert set(result["runs"]) == {"run", "copy", "01-before-11"} and result["compared_to_step"] == 20
-    assert result["groups"] == {"run": ["run", "copy"]} and result["comparison"] == {}
+    result = compared(capsys, run, runs / "slow-1")
+    assert set(result["runs"]) == {"run", "slow-1", "01-before-11"} and result["groups"].keys() == {"run", "slow-1"}
     assert result["runs"]["01-before-11"]["state"] == "stopped"
-    other = made(run, runs / "slow-1", out=tmp_path / "other")
-    plain = made(copy, runs / "slow-1", out=tmp_path / "plain")
-    one, same = (each["comparison"]["slow-1"]["over_seeds"] for each in (other, plain))
+    plain = compared(capsys, copy, runs / "slow-1")
+    one, same = (each["comparison"]["slow-1"]["over_seeds"] for each in (result, plain))
     assert one == same and len(one) > 5

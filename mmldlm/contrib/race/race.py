@@ -26,11 +26,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmldlm.contrib.race.arms import Arm, environment, last_line
+from mmldlm.contrib.race.gain import Gain, share
+from mmldlm.contrib.race.ledger import Ledger
 from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StoppedBySignal, UsageError, error_from_exit_code
-from mmldlm.tools.race.arms import Arm, environment, last_line
-from mmldlm.tools.race.gain import Gain, share
-from mmldlm.tools.race.ledger import Ledger
-from mmldlm.tools.report.run_summary import RunSummary, better_direction
+from mmldlm.tools.compare.run_summary import RunSummary, better_direction
 from mmldlm.tools.runs import History
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import CONTINUE, stop_at_signals

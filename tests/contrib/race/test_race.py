@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 
 from mmldlm import train
+from mmldlm.contrib.race import command
+from mmldlm.contrib.race.arms import BOUND, Arm
+from mmldlm.contrib.race.ledger import Ledger
+from mmldlm.contrib.race.race import Race, reached
 from mmldlm.errors import ConfigError, UsageError
-from mmldlm.tools.race import command
-from mmldlm.tools.race.arms import BOUND, Arm
-from mmldlm.tools.race.ledger import Ledger
-from mmldlm.tools.race.race import Race, reached
-from mmldlm.tools.report.run_summary import RunSummary
+from mmldlm.tools.compare.run_summary import RunSummary
 from tests.helpers.paths import BIN, ROOT
 from tests.helpers.ports import free_port
 from tests.helpers.waiting import wait_until

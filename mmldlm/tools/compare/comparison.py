@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.tools.report.paired import Decision, Difference, changes, pairing, record_difference
-from mmldlm.tools.report.run_summary import RunSummary, better_direction
+from mmldlm.tools.compare.paired import Decision, Difference, changes, pairing, record_difference
+from mmldlm.tools.compare.run_summary import RunSummary, better_direction
 
 PER_RUN_SETTINGS = ("run.seed", "run.dir")  # settings in which the runs of one group may differ
 ABSENT = "(absent)"
@@ -149,22 +149,17 @@ class Comparison:
         return {**head, "pairs": pairs, "over_seeds": over_seeds}
 
 
-def group_runs(runs: Sequence[RunSummary], baseline: RunSummary) -> list[RunGroup]:
-    """Return the groups of `runs`, the first of which starts with `baseline`.
+def group_runs(runs: Sequence[RunSummary]) -> list[RunGroup]:
+    """Return the groups of `runs`, in the order of their first runs.
 
     A run whose config is unknown forms a group of its own.
     """
     groups: dict[str, list[RunSummary]] = {}
-    for run in [baseline, *(other for other in runs if other is not baseline)]:
+    for run in runs:
         shared = _shared_settings(run)
         identity = json.dumps(shared, sort_keys=True, default=str) if shared else str(run.path)
         groups.setdefault(identity, []).append(run)
     return [RunGroup(tuple(members)) for members in groups.values()]
-
-
-def common_step(groups: Sequence[RunGroup]) -> int:
-    """Return the last step that all runs with at least one record have reached."""
-    return min((run.last_step for group in groups for run in group.runs if run.last_step), default=0)
 
 
 def setting_differences(groups: Sequence[RunGroup]) -> dict[str, dict[str, Any]]:

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmldlm.tools.report.comparison import Comparison, RunGroup, common_step, group_runs
-from mmldlm.tools.report.paired import Difference
-from mmldlm.tools.report.run_summary import RunSummary, better_direction, is_metric_baseline
+from mmldlm.tools.compare.comparison import Comparison, RunGroup, group_runs
+from mmldlm.tools.compare.paired import Difference
+from mmldlm.tools.compare.run_summary import RunSummary, better_direction, is_metric_baseline
 from mmldlm.utils.intervals import confidence_sequence, welch_half_width
 from tests.helpers.written_runs import write_lines, write_run
 
@@ -117,13 +117,12 @@ def test_two_runs_are_compared_record_by_record(tmp_path: Path) -> None:
     assert {(row.unit, row.has_interval, row.verdict) for row in comparison.over_seeds} == {("runs", False, "")}
 
 
-def test_unfinished_runs_count_up_to_the_common_step(tmp_path: Path) -> None:
+def test_unfinished_runs_count_up_to_their_last_step(tmp_path: Path) -> None:
     a, b = summaries(tmp_path, "a", range(3)), summaries(tmp_path, "b", range(3), lr=2e-3)
     short = RunSummary(write_run(tmp_path / "short", 3, lr=2e-3, steps=13))
     a += summaries(tmp_path, "a", range(3, 4))
     assert [len(row.steps) for row in compared(a, [*b, short]).over_seeds[:1]] == [3], "the one that has not ended"
-    groups = group_runs([*a, *b, short], a[0])
-    assert [len(group.runs) for group in groups] == [4, 4] and common_step(groups) == 13
+    assert [len(group.runs) for group in group_runs([*a, *b, short])] == [4, 4]
     row = next(row for row in compared(a, [*b, short], 13).over_seeds if row.tag == "loss/total")
     losses = [run.curve("loss/total", "train").values[11:13].mean() for run in a]
     assert len(row.steps) == 4 and row.baseline == pytest.approx(np.mean(losses))

@@ -8,12 +8,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from mmldlm.contrib.race.arms import BOUND, Arm
+from mmldlm.contrib.race.ledger import Ledger
+from mmldlm.contrib.race.race import METRICS, NO_RESULT, Proposal, Race, result_line
 from mmldlm.errors import ConfigError, ExitCode, UsageError
-from mmldlm.tools.compare import fraction, positive
-from mmldlm.tools.race.arms import BOUND, Arm
-from mmldlm.tools.race.ledger import Ledger
-from mmldlm.tools.race.race import METRICS, NO_RESULT, Proposal, Race, result_line
-from mmldlm.tools.report.run_summary import better_direction
+from mmldlm.tools.compare.command import fraction, positive
+from mmldlm.tools.compare.run_summary import better_direction
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.printable import printable
 

@@ -18,8 +18,8 @@ from mmldlm.config import RunConfig, load_config, require_paths, with_absolute_p
 from mmldlm.diffusion.noise import trained_modes
 from mmldlm.errors import ConfigError, UsageError
 from mmldlm.settings.declaration import flat_settings
+from mmldlm.tools.compare.paired import LOSS, ORDER, changed_settings
 from mmldlm.tools.config import to_flow_yaml
-from mmldlm.tools.report.paired import LOSS, ORDER, changed_settings
 from mmldlm.trainer.consistency import code_hash
 from mmldlm.utils.short_repr import truncate
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmldlm.tools.report.run_summary import better_direction
+from mmldlm.tools.compare.run_summary import better_direction
 from mmldlm.tools.runs import History, Start
 from mmldlm.utils.format import format_number
 from mmldlm.utils.intervals import confidence_sequence, welch_half_width
