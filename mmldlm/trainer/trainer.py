@@ -107,7 +107,7 @@ class Trainer:
         for callback in build_callbacks(config, self.components, engine, self.log, self.save):
             self.add_callback(callback)
         if self.components.sizes is not None:
-            self.replays = GraphReplays(self.compute, engine.gradients, engine.device)
+            self.replays = GraphReplays(self.compute, engine.local_gradients, engine.device)
         for change in changes:
             self.tracker.event("micro_batch", self.state.step + 1, change)
         warm_up(engine, self.components)
@@ -229,6 +229,9 @@ class Trainer:
     def update(self, step: int) -> StepResult:
         """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike."""
         config, state = self.config, self.state
+        self.engine.complete_gradients()
+        for callback in self.callbacks:
+            callback.before_update(step + 1)
         scale = batch_scale(config.optim, self.components.loader.batch_at(step).global_batch_size)
         lr = lr_at(step, config.train.steps, config.optim, config.schedule, scale, state.lr_cuts)
         norm = self.engine.update(lr, config.optim.clip_norm, self.guard.norm_limit, decay_at(step, config.ema))

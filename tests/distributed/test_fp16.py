@@ -38,6 +38,7 @@ def test_gradients_scale_with_the_loss(tiny_config: Path) -> None:
             parameters = list(run.engine.model.parameters())
             kept.append([p.grad.clone() for p in parameters if p.grad is not None])
             run.engine.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign]
+            run.engine.complete_gradients()
             norms[precision] = float(run.engine.update(0.0, 0.0))
             kept.append([p.grad.clone() for p in parameters if p.grad is not None])
     pairs = zip(result["fp32"], result["fp16"], strict=True)
