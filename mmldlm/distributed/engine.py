@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mmldlm.checkpoint.slices import SlicedTensor
 from mmldlm.checkpoint.state import clean_name, load_model_state, load_optimizer_state, model_state, optimizer_state
 from mmldlm.distributed.collectives import Collectives
-from mmldlm.distributed.compute_time import DeviceTimer, HostTimer
+from mmldlm.distributed.compute_time import ComputeTimer
 from mmldlm.distributed.grad_scaler import LossScale, to_local
 from mmldlm.distributed.launch import DDP, LauncherEnv
 from mmldlm.distributed.library_calls import library_call
@@ -122,12 +122,11 @@ class Engine(Collectives):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     @cached_property
-    def compute_timer(self) -> HostTimer | DeviceTimer:
-        """Measures how long this rank computes in a step. With `shards_parameters`, all ranks must call it together."""
-        if self.device.type != "cuda" or self.world_size == 1:
-            return HostTimer()
+    def compute_timer(self) -> ComputeTimer:
+        """Measures how long this rank computes. With `shards_parameters`, all ranks must call it together."""
         blocks = self.unwrapped_model.get_submodule("blocks").children()
-        return DeviceTimer([] if self.sums_after_backward else blocks)  # no hook runs when a graph is replayed
+        on_cuda = self.device.type == "cuda" and self.world_size > 1
+        return ComputeTimer([] if self.sums_after_backward else blocks, on_cuda)  # no hook runs in a replayed graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model in training; this is the network that the objective calls."""

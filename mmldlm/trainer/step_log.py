@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,11 +15,11 @@ from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.collectives import PendingSum
+from mmldlm.distributed.compute_time import compare_ranks
 from mmldlm.distributed.engine import Engine, is_accepted
 from mmldlm.model.flops import peak_flops
 from mmldlm.optim.lr_schedule import Plateau, resolved_warmup
 from mmldlm.telemetry.metrics import MetricsFile
-from mmldlm.telemetry.rank_times import RankTimes
 from mmldlm.telemetry.resources import memory_metrics
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.setup import Components
@@ -35,23 +33,16 @@ class StepTotals:
 
     Attributes:
         counts: Denominators of the losses, by entry of `Objective.__call__`, followed by the values of `names` (see
-            `Trainer.sync`), and by seconds and FLOPs of each rank's last steps.
+            `Trainer.sync`).
         samples: Samples of the global batch.
-        flops: FLOPs of this rank in this step.
     """
 
     counts: PendingSum
     names: tuple[str, ...]
-    ranks: int
     samples: int
-    flops: float
 
     def __getitem__(self, name: str) -> int:
-        return int(self.counts[self.names.index(name) - len(self.names) - 2 * self.ranks])
-
-    def work(self) -> np.ndarray:
-        """Return seconds and FLOPs of the steps that each rank has measured since the last step, [2, ranks]."""
-        return np.array(self.counts[-2 * self.ranks :]).reshape(2, -1)
+        return int(self.counts[self.names.index(name) - len(self.names)])
 
 
 @dataclass(frozen=True)
@@ -98,7 +89,7 @@ class _Step:
 class StepLog:
     """Numbers of the steps, on the device until something depends on them; updates the counters of `state`.
 
-    `report` is the start-up report, and `end` what is closed at the end of the run.
+    `end` is what is closed at the end of the run.
     """
 
     def __init__(
@@ -108,20 +99,17 @@ class StepLog:
         components: Components,
         state: TrainState,
         tracker: Tracker,
-        report: Mapping[str, Any],
         run_dir: Path,
         end: ExitStack,
     ):
         self.config, self.engine, self.components, self.state = config, engine, components, state
         self.tracker, self.run_dir = tracker, run_dir
-        self.hosts = hosts = [rank["host"] for rank in report["ranks"]]
         self.guard = StepGuard(config.guard, state)
         if engine.is_main:
             # A resumed run drops records after its step, since it repeats those steps.
             file = MetricsFile(run_dir / SKIPS_FILE, state.step if tracker.resumed else None)
             self.guard.file = end.enter_context(closing(file))
         self.plateau = _create_plateau(config, state)
-        self.rank_times = RankTimes(len(hosts)) if engine.is_main and len(hosts) > 1 else None
         self.defer_fetch = engine.device.type != "cpu"  # a CPU's numbers are read without waiting
         self.pending: list[_Step] = []
         self._micro_batches: list[tuple[Tensor, Tensor, Tensor, list[int]]] = []  # of the present step
@@ -145,32 +133,32 @@ class StepLog:
         """Start the time of the next record; `now` are the CPU times if they have just been read."""
         self.data_wait_s = 0.0  # that steps have waited for their micro-batches
         self._cpu_times = now or cpu_times()
-        self._start_time = time.perf_counter()
+        self._start_time, self._start_compute = time.perf_counter(), self.engine.compute_timer.seconds()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the time in this context from that of the steps."""
-        started = time.perf_counter()
+        timer = self.engine.compute_timer
+        started, computed = time.perf_counter(), timer.seconds()
         yield
         # Not in a `finally`: an error in the body ends the run.
         self._start_time += time.perf_counter() - started
+        self._start_compute += timer.seconds() - computed
 
     def add(self, loss: Tensor, sums: Tensor, batch: NoisedBatch) -> None:
         """Record the loss and the loss sums of a micro-batch of the current step."""
         self._micro_batches.append((loss, sums, batch.counts, batch.sample_ids.tolist()))
 
-    def end_step(self, step: int, totals: StepTotals, result: StepResult, flops: float) -> None:
-        """Complete the current step, the `step`-th, and write a record if it is due; raise as `fetch` (collective).
-
-        `flops` are those of the step over all ranks.
-        """
+    def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
+        """Complete the current step, the `step`-th, and write a record if it is due; raise as `fetch` (collective)."""
         scale = self._unit_scale if self.engine.loss_scale is None else self.engine.loss_scale.last_scale
         losses, sums, counts, sample_ids = zip(*self._micro_batches, strict=True)
         self._micro_batches.clear()
         numbers = torch.cat([part.reshape(-1) for part in (result.grad_norm, scale, *losses, *sums)])
-        work = totals["tokens"], flops, totals.samples
+        tokens, latent_tokens = totals["tokens"], self.components.store.manifest.latent.tokens
+        sizes = tokens, totals["masked"], totals.samples, latent_tokens, totals["pairs"]
+        work = tokens, self.components.flops.step_flops(*sizes), totals.samples
         self.pending.append(_Step(step, numbers, torch.stack(counts), list(sample_ids), *work))
-        self._compare_ranks(step, totals.work())
         config, log_due = self.config, self.config.train.is_due(step, self.config.log.every)
         # The host waits for the device only where something depends on the numbers: a record, the limit of the next
         # gradient norm, a reduction of the learning rate, the end of the run by skipped steps.
@@ -184,14 +172,6 @@ class StepLog:
             self.fetch()
         if log_due:
             self._write(step, result.lr)
-
-    def _compare_ranks(self, step: int, work: np.ndarray) -> None:
-        """Record which ranks became slow or have recovered, by seconds and FLOPs of each (see `RankTimes.add`)."""
-        for rank, slow, slowdown in self.rank_times.add(work) if self.rank_times is not None else ():
-            name = f"rank {rank} on {self.hosts[rank]}"
-            by = f"{slowdown:.0%} slower than" if slow else "as fast again as"
-            values = {"rank": rank, "host": self.hosts[rank], "slow": slow, "slowdown": slowdown}
-            self.tracker.event("slow_rank", step, values, f"{name} is {by} the median of the other ranks")
 
     def fetch(self) -> None:
         """Wait for the device, and count each step since the last call as accepted or skipped (collective).
@@ -275,7 +255,7 @@ class StepLog:
             "data/tokens_per_step": self._tokens / self._steps,
             "health/skipped_steps": state.skipped_steps,
             "optim/lr": lr,
-            **(self.rank_times.record() if self.rank_times is not None else {}),
+            **self._compute_times(),
             "speed/cores_of_others": cores_used_by_others(self._cpu_times, now),
             "data/epoch": state.samples_drawn / len(components.loader.order),
             **(epochs if len(epochs) > 1 else {}),
@@ -287,6 +267,14 @@ class StepLog:
         self.tracker.train(step, {**values, "grad_norms": self._norms})
         self._clear()
         self.start_interval(now)
+
+    def _compute_times(self) -> dict[str, float]:
+        """Return how long ranks computed in a step since the last record; nothing of a single one (collective)."""
+        if self.engine.world_size == 1:
+            return {}
+        seconds = (self.engine.compute_timer.seconds() - self._start_compute) / len(self._norms)
+        by_rank = self.engine.gather_vectors(torch.tensor([seconds]), "compute times of the ranks")
+        return compare_ranks(by_rank.flatten().tolist())
 
 
 def _create_plateau(config: RunConfig, state: TrainState) -> Plateau | None:

@@ -101,7 +101,7 @@ class Trainer:
             self._notices.write = self.tracker.message
         self.checkpointer = Checkpointer(config, engine, restored, report, self.components.store, self._signals)
         end.callback(self.checkpointer.close)
-        self.log = StepLog(config, engine, self.components, self.state, self.tracker, report, self.run_dir, end)
+        self.log = StepLog(config, engine, self.components, self.state, self.tracker, self.run_dir, end)
         self.guard = self.log.guard
         end.own_records(self.log.fetch, self._finish_checkpoint)
         for callback in build_callbacks(config, self.components, engine, self.log, self.save):
@@ -128,7 +128,6 @@ class Trainer:
         patience = self.config.train.stop_after_worse
         while not 0 < patience <= self.state.worse_in_a_row:
             started = time.perf_counter()
-            self.engine.compute_timer.start()
             item = next(batches, None)
             if item is None:
                 break
@@ -164,8 +163,8 @@ class Trainer:
         """Start to sum over the ranks what each must know of the step, in one all-reduce of float64 (collective).
 
         The all-reduce runs beside the first forward pass, after which the loss needs it. Besides the denominators of
-        the losses these are the work done, and requests and progress of single ranks, on which all ranks can thus act
-        at the end of the same step.
+        the losses these are the sizes of the step, and requests and progress of single ranks, on which all ranks can
+        thus act at the end of the same step.
         """
         layouts = [batch.layout.without_filler() for batch in noised]
         local = {
@@ -177,18 +176,10 @@ class Trainer:
             "ready": self.checkpointer.ready,
             "failed": self.checkpointer.failed,
         }
-        work = torch.zeros(2, self.engine.world_size, dtype=torch.float64)
-        work[:, self.engine.rank] = torch.tensor(self.engine.compute_timer.take())
-        values = torch.cat([total_counts(noised), torch.tensor([*local.values()], dtype=torch.float64), work.flatten()])
+        values = torch.cat([total_counts(noised), torch.tensor([*local.values()], dtype=torch.float64)])
         pending = self.engine.start_sum(values, "all-reduce of the step's counts")
         samples = self.components.loader.batch_at(step).global_batch_size
-        flops = self._flops(local, sum(layout.num_samples for layout in layouts))
-        return StepTotals(pending, tuple(local), self.engine.world_size, samples, flops)
-
-    def _flops(self, counts: Mapping[str, int] | StepTotals, samples: int) -> float:
-        latent_tokens = self.components.store.manifest.latent.tokens
-        tokens, masked, pairs = counts["tokens"], counts["masked"], counts["pairs"]
-        return self.components.flops.step_flops(tokens, masked, samples, latent_tokens, pairs)
+        return StepTotals(pending, tuple(local), samples)
 
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
         """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only.
@@ -245,13 +236,12 @@ class Trainer:
             NumericalError: A skipped step ends the run by the settings of `guard`, or the ranks' weights differ.
             StoppedBySignal: A rank received a signal to stop, or `stop_at` is reached; a checkpoint has been saved.
         """
-        self.engine.compute_timer.stop(totals.flops)
         state, checkpointer = self.state, self.checkpointer
         checkpointer.record(checkpointer.advance(totals["ready"], totals["failed"]), self.tracker)
         state.step = step + 1
         state.samples_drawn += totals.samples
         self.tracker.step_done(state.step)
-        self.log.end_step(state.step, totals, result, self._flops(totals, totals.samples))
+        self.log.end_step(state.step, totals, result)
         for callback in self.callbacks:
             callback.after_step(state.step)
         # The last step's checkpoint is saved by `steps`, which also waits for it.

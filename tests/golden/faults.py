@@ -132,13 +132,6 @@ FAULTS = (
         "tests/distributed",
     ),
     Fault(
-        "a rank that is slow in a few steps is named",
-        "telemetry/rank_times.py",
-        ">= len(window) - MAX_FASTER_STEPS)",
-        ">= len(window) // 2)",
-        "tests/telemetry",
-    ),
-    Fault(
         "differences are relative to the second checkpoint",
         "tools/checkpoints.py",
         "(first.double().norm(), distance",
@@ -165,13 +158,6 @@ FAULTS = (
         'if b["kind"] not in ("start", "resume")',
         "if True",
         "tests/tools/report",
-    ),
-    Fault(
-        "slow ranks of an earlier session raise an alert",
-        "tools/monitor/alerts.py",
-        'run.history.after(run.history.session_start, "slow_rank")',
-        'run.history.by_kind("slow_rank")',
-        "tests/tools/monitor",
     ),
 )
 
