@@ -39,8 +39,7 @@ def train(
         trainer_cls: `Trainer`, or a subclass that overrides some of its methods.
         stop_at: Step after which to save and stop, if it is not the last.
     """
-    with trainer_cls(config, launch) as trainer:
-        trainer.stop_at = stop_at
+    with trainer_cls(config, launch, stop_at) as trainer:
         for step, micro_batches in trainer.steps():
             train_step(trainer, step, micro_batches)
 

@@ -405,7 +405,7 @@ class Open:
     def defer_fetch(self) -> None:
         """Fetch the numbers of steps late, as on a GPU; the reference reads its own in each step."""
         if isinstance(self.trainer, Trainer):
-            self.trainer.log.defer_fetch = True
+            self.trainer.numbers.defer_fetch = True
 
     def step(self, number: int) -> None:
         """Take one step, on the micro-batch and with the noise of its number."""

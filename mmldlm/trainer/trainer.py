@@ -36,7 +36,8 @@ from mmldlm.trainer.run_end import RunEnd
 from mmldlm.trainer.setup import open_run
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.trainer.startup_report import open_records
-from mmldlm.trainer.step_log import StepLog, StepResult, StepTotals
+from mmldlm.trainer.step_log import StepLog
+from mmldlm.trainer.step_numbers import StepCounts, StepNumbers, StepResult, StepTotals
 from mmldlm.utils.callback import Callback
 
 
@@ -44,18 +45,16 @@ class Trainer:
     """Context manager of a training run, with the methods that the loop in `train.py` calls for each step.
 
     Entering it opens and locks the run folder, restores the run's state and writes the start-up report; leaving it
-    records how the run ended. `launch` is read from the environment variables by default.
-
-    Attributes:
-        stop_at: Step after which the run saves and stops as by a signal, on all ranks alike; None for none.
+    records how the run ended. `launch` is read from the environment variables by default. After step `stop_at` the run
+    saves and stops as by a signal, on all ranks alike.
     """
 
-    def __init__(self, config: RunConfig, launch: LauncherEnv | None = None):
+    def __init__(self, config: RunConfig, launch: LauncherEnv | None = None, stop_at: int | None = None):
         self.launch = launch or read_launcher_env(os.environ)
         self.config = resolve_precision(with_rewinds(config), self.launch.mixed_precision)
         self.run_dir = Path(config.run.dir)
         self.state = TrainState()
-        self.stop_at: int | None = None
+        self.stop_at = stop_at
         self._signals = SignalRequests()
         self._notices = Notices(log_library_warnings=self.launch.local_rank == 0)
         self._end = RunEnd(self.run_dir, self.launch)
@@ -101,10 +100,11 @@ class Trainer:
             self._notices.write = self.tracker.message
         self.checkpointer = Checkpointer(config, engine, restored, report, self.components.store, self._signals)
         end.callback(self.checkpointer.close)
-        self.log = StepLog(config, engine, self.components, self.state, self.tracker, self.run_dir, end)
-        self.guard = self.log.guard
-        end.own_records(self.log.fetch, self._finish_checkpoint)
-        for callback in build_callbacks(config, self.components, engine, self.log, self.save):
+        self.log = StepLog(config, engine, self.components, self.state, self.tracker)
+        self.numbers = StepNumbers(config, engine, self.components, self.state, self.tracker, self.log, end)
+        self.guard = self.numbers.guard
+        end.own_records(self.numbers.fetch, self._finish_checkpoint)
+        for callback in build_callbacks(config, self.components, engine, self.numbers, self.log, self.save):
             self.add_callback(callback)
         if self.components.sizes is not None:
             self.replays = GraphReplays(self.compute, engine.local_gradients, engine.device)
@@ -132,7 +132,7 @@ class Trainer:
             if item is None:
                 break
             step, micro_batches = item
-            self.log.data_wait_s += time.perf_counter() - started
+            self.log.add_data_wait(time.perf_counter() - started)
             if self.engine.watchdog is not None:
                 self.engine.watchdog.step = step
             if self.config.model.dropout:
@@ -167,19 +167,20 @@ class Trainer:
         thus act at the end of the same step.
         """
         layouts = [batch.layout.without_filler() for batch in noised]
-        local = {
-            "tokens": sum(layout.num_tokens for layout in layouts),
-            "pairs": sum(layout.num_pairs for layout in layouts),
-            "masked": sum(int((batch.token_weight > 0).sum()) for batch in noised),
-            "stop": self._signals.stop is not None,
-            "save": self.checkpointer.save_requested(),
-            "ready": self.checkpointer.ready,
-            "failed": self.checkpointer.failed,
-        }
-        values = torch.cat([total_counts(noised), torch.tensor([*local.values()], dtype=torch.float64)])
-        pending = self.engine.start_sum(values, "all-reduce of the step's counts")
+        counts = StepCounts(
+            tokens=sum(layout.num_tokens for layout in layouts),
+            pairs=sum(layout.num_pairs for layout in layouts),
+            masked=sum(int((batch.token_weight > 0).sum()) for batch in noised),
+            stop=self._signals.stop is not None,
+            save=self.checkpointer.save_requested(),
+            ready=self.checkpointer.ready,
+            failed=self.checkpointer.failed,
+        )
+        denominators = total_counts(noised)
+        values = torch.cat([denominators, torch.tensor(counts, dtype=torch.float64)])
+        exchanged = self.engine.start_sum(values, "all-reduce of the step's counts")
         samples = self.components.loader.batch_at(step).global_batch_size
-        return StepTotals(pending, tuple(local), samples)
+        return StepTotals(*exchanged.split(len(denominators)), samples)
 
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
         """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only.
@@ -192,12 +193,12 @@ class Trainer:
     def forward_backward(self, batch: NoisedBatch, totals: StepTotals) -> None:
         """Add a micro-batch's share of the step's gradients to them, by a graph if there is one, and log its losses."""
         if self.replays is None:
-            loss, sums = self.compute(batch, totals.counts)
+            loss, sums = self.compute(batch, totals.denominators)
         else:
-            divisors = self.components.objective.divisors(totals.counts, batch)
+            divisors = self.components.objective.divisors(totals.denominators, batch)
             with phase("replay"), self.engine.compute_timer.measured():
                 loss, sums = self.replays(batch, divisors)
-        self.log.add(loss, sums, batch)
+        self.numbers.add(loss, sums, batch)
 
     def compute(self, batch: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, ...]:
         """Run `loss` and `backward`; return their detached results. Graphs record this method, see `GraphReplays`."""
@@ -237,18 +238,21 @@ class Trainer:
             StoppedBySignal: A rank received a signal to stop, or `stop_at` is reached; a checkpoint has been saved.
         """
         state, checkpointer = self.state, self.checkpointer
-        checkpointer.record(checkpointer.advance(totals["ready"], totals["failed"]), self.tracker)
+        checkpointer.record(checkpointer.advance(totals.counts.ready, totals.counts.failed), self.tracker)
         state.step = step + 1
         state.samples_drawn += totals.samples
         self.tracker.step_done(state.step)
-        self.log.end_step(state.step, totals, result)
+        self.numbers.end_step(state.step, totals, result)
+        if self.config.train.is_due(state.step, self.config.log.every):
+            self.numbers.fetch()
+            self.log.write(state.step, result.lr)
         for callback in self.callbacks:
             callback.after_step(state.step)
         # The last step's checkpoint is saved by `steps`, which also waits for it.
-        if (checkpointer.due(state.step) or totals["save"]) and state.step < self.config.train.steps:
+        if (checkpointer.due(state.step) or totals.counts.save) and state.step < self.config.train.steps:
             self.save()
-        if totals["stop"] or self._is_at_stop:
-            self._stop(by_signal=totals["stop"] > 0)
+        if totals.counts.stop or self._is_at_stop:
+            self._stop(by_signal=totals.counts.stop > 0)
 
     @property
     def _is_at_stop(self) -> bool:
@@ -265,7 +269,7 @@ class Trainer:
 
     def save(self, wait: bool = False, validation_loss: float | None = None) -> None:
         """Start a checkpoint of the present state unless this step has one (collective); `wait` for its end."""
-        self.log.fetch()
+        self.numbers.fetch()
         if self.checkpointer.saved_at != self.state.step:
             with self.log.paused():
                 # Flushes the curves before the checkpoint exists: a kill in between leaves no gap after resuming.

@@ -45,7 +45,7 @@ def loss_and_gradients(run: Open) -> dict[str, Tensor]:
         noised = run.trainer.corrupt(step, [run.feed.batch()])
         totals = run.trainer.sync(step, noised)
         for batch in run.trainer.accumulate(noised):
-            values[f"loss {step}"], _ = run.trainer.compute(batch, totals.counts)
+            values[f"loss {step}"], _ = run.trainer.compute(batch, totals.denominators)
     return values | {name: p.grad for name, p in run.model.named_parameters() if p.grad is not None}
 
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.plugin_event_accumulator import EventA
 from mmldlm import train
 from mmldlm.model.parts import part_of
 from mmldlm.tools.runs import History
-from mmldlm.trainer.step_log import StepResult
+from mmldlm.trainer.step_numbers import StepResult
 from mmldlm.utils.callback import Callback
 from tests.helpers.engine_runs import records, some
 from tests.helpers.forked_runs import ForkedRuns
@@ -56,7 +56,7 @@ class CheckedTrainer(example.LoggingTrainer):
     def update(self, step: int) -> StepResult:
         if self.state.step == 9:
             network, squares = self.engine.unwrapped_model, dict[str, float]()
-            losses = [self.components.objective(network, batch, self.totals.counts)[0] for batch in self.noised]
+            losses = [self.components.objective(network, batch, self.totals.denominators)[0] for batch in self.noised]
             names, weights = zip(*network.named_parameters(), strict=True)
             gradients = torch.autograd.grad(torch.stack(losses).sum(), weights)
             for name, gradient in zip(names, gradients, strict=True):
