@@ -30,7 +30,7 @@ from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model.attention import BACKENDS
 from mmldlm.model.mmdit import DataShape, Prediction, Rows
 from mmldlm.run.compatibility import data_shape
-from mmldlm.run.factory import build_objective, corrupt_step
+from mmldlm.run.factory import build_corruption, build_objective
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.cpu import slowdown
@@ -155,8 +155,7 @@ class ReferenceRun:
         self.end_step()
 
     def corrupt(self, step: int, micro_batches: list[Batch]) -> list[NoisedBatch]:
-        size = self.config.train.global_batch_size
-        noised = corrupt_step(self.config, self.objective, step, size, micro_batches)
+        noised = build_corruption(self.config, self.objective)(step, micro_batches)
         return [batch.to(self.device) for batch in noised]
 
     def loss(self, noised: NoisedBatch) -> Tensor:

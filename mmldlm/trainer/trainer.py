@@ -23,7 +23,6 @@ from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import StoppedBySignal
 from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
-from mmldlm.run.factory import corrupt_step
 from mmldlm.telemetry.notices import Notices, overfitting_notice
 from mmldlm.telemetry.profiler import phase
 from mmldlm.trainer.branches import with_rewinds
@@ -43,6 +42,9 @@ from mmldlm.utils.callback import Callback
 
 class Trainer:
     """Context manager of a training run, with the methods that the loop in `train.py` calls for each step.
+
+    `steps_done` is the number of steps before the present one, of which noise, learning rate and batch size are
+    functions. A `step` is counted from 1, as in records and callbacks.
 
     Entering it opens and locks the run folder, restores the run's state and writes the start-up report; leaving it
     records how the run ended. `launch` is read from the environment variables by default. After step `stop_at` the run
@@ -106,7 +108,7 @@ class Trainer:
         end.own_records(self.numbers.fetch, self._finish_checkpoint)
         for callback in build_callbacks(config, self.components, engine, self.numbers, self.log, self.save):
             self.add_callback(callback)
-        if self.components.sizes is not None:
+        if self.components.corruption.sizes is not None:
             self.replays = GraphReplays(self.compute, engine.local_gradients, engine.device)
         for change in changes:
             self.tracker.event("micro_batch", self.state.step + 1, change)
@@ -120,7 +122,7 @@ class Trainer:
     # --- one optimizer step --------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
-        """Yield the remaining steps, counted from 0, with this rank's micro-batches; save the run at the end."""
+        """Yield for each remaining step (steps done before it, this rank's micro-batches); save the run at the end."""
         if self._is_at_stop:
             self._stop(by_signal=False)
         batches = self.components.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
@@ -131,17 +133,17 @@ class Trainer:
             item = next(batches, None)
             if item is None:
                 break
-            step, micro_batches = item
+            steps_done, micro_batches = item
             self.log.add_data_wait(time.perf_counter() - started)
             if self.engine.watchdog is not None:
-                self.engine.watchdog.step = step
+                self.engine.watchdog.step = steps_done
             if self.config.model.dropout:
                 # The only random draw that is not a function of (seed, step, slot). Hashes of integers are the same in
                 # every process, unlike those of strings: a resumed run repeats them.
-                torch.manual_seed(hash((self.config.run.seed, step, self.engine.rank)) % 2**63)
+                torch.manual_seed(hash((self.config.run.seed, steps_done, self.engine.rank)) % 2**63)
             for callback in self.callbacks:
-                callback.before_step(step + 1)
-            yield step, micro_batches
+                callback.before_step(steps_done + 1)
+            yield steps_done, micro_batches
         self.save(wait=True)
         if self.state.step < self.config.train.steps:
             self.tracker.message(
@@ -153,13 +155,12 @@ class Trainer:
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
 
     @phase("corrupt")
-    def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
-        """Noise the micro-batches of a step, see `corrupt_step`."""
-        samples = self.components.loader.batch_at(step).global_batch_size
-        return corrupt_step(self.config, self.components.objective, step, samples, micro_batches, self.components.sizes)
+    def corrupt(self, steps_done: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+        """Noise the micro-batches of a step, see `Corruption`."""
+        return self.components.corruption(steps_done, micro_batches)
 
     @phase("sync")
-    def sync(self, step: int, noised: Sequence[NoisedBatch]) -> StepTotals:
+    def sync(self, steps_done: int, noised: Sequence[NoisedBatch]) -> StepTotals:
         """Start to sum over the ranks what each must know of the step, in one all-reduce of float64 (collective).
 
         The all-reduce runs beside the first forward pass, after which the loss needs it. Besides the denominators of
@@ -179,7 +180,7 @@ class Trainer:
         denominators = total_counts(noised)
         values = torch.cat([denominators, torch.tensor(counts, dtype=torch.float64)])
         exchanged = self.engine.start_sum(values, "all-reduce of the step's counts")
-        samples = self.components.loader.batch_at(step).global_batch_size
+        samples = self.components.loader.batch_at(steps_done).global_batch_size
         return StepTotals(*exchanged.split(len(denominators)), samples)
 
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
@@ -218,18 +219,18 @@ class Trainer:
         self.engine.backward(loss * (1 + 0 * loss.detach()))
 
     @phase("update")
-    def update(self, step: int) -> StepResult:
+    def update(self, steps_done: int) -> StepResult:
         """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike."""
         config, state = self.config, self.state
         self.engine.complete_gradients()
         for callback in self.callbacks:
-            callback.before_update(step + 1)
-        scale = batch_scale(config.optim, self.components.loader.batch_at(step).global_batch_size)
-        lr = lr_at(step, config.train.steps, config.optim, config.schedule, scale, state.lr_cuts)
-        norm = self.engine.update(lr, config.optim.clip_norm, self.guard.norm_limit, decay_at(step, config.ema))
+            callback.before_update(steps_done + 1)
+        scale = batch_scale(config.optim, self.components.loader.batch_at(steps_done).global_batch_size)
+        lr = lr_at(steps_done, config.train.steps, config.optim, config.schedule, scale, state.lr_cuts)
+        norm = self.engine.update(lr, config.optim.clip_norm, self.guard.norm_limit, decay_at(steps_done, config.ema))
         return StepResult(lr, norm)
 
-    def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
+    def end_step(self, steps_done: int, totals: StepTotals, result: StepResult) -> None:
         """Count and log the step, call the callbacks, and save if it is due or requested.
 
         Raises:
@@ -239,17 +240,17 @@ class Trainer:
         """
         state, checkpointer = self.state, self.checkpointer
         checkpointer.record(checkpointer.advance(totals.counts.ready, totals.counts.failed), self.tracker)
-        state.step = step + 1
+        step = state.step = steps_done + 1
         state.samples_drawn += totals.samples
-        self.tracker.step_done(state.step)
-        self.numbers.end_step(state.step, totals, result)
-        if self.config.train.is_due(state.step, self.config.log.every):
+        self.tracker.step_done(step)
+        self.numbers.end_step(step, totals, result)
+        if self.config.train.is_due(step, self.config.log.every):
             self.numbers.fetch()
-            self.log.write(state.step, result.lr)
+            self.log.write(step, result.lr)
         for callback in self.callbacks:
-            callback.after_step(state.step)
+            callback.after_step(step)
         # The last step's checkpoint is saved by `steps`, which also waits for it.
-        if (checkpointer.due(state.step) or totals.counts.save) and state.step < self.config.train.steps:
+        if (checkpointer.due(step) or totals.counts.save) and step < self.config.train.steps:
             self.save()
         if totals.counts.stop or self._is_at_stop:
             self._stop(by_signal=totals.counts.stop > 0)
