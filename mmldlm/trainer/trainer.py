@@ -106,7 +106,7 @@ class Trainer:
         self.numbers = StepNumbers(config, engine, self.components, self.state, self.tracker, self.log, end)
         self.guard = self.numbers.guard
         end.own_records(self.numbers.fetch, self._finish_checkpoint)
-        for callback in build_callbacks(config, self.components, engine, self.numbers, self.log, self.save):
+        for callback in build_callbacks(config, self.components, engine, self.numbers, self.save):
             self.add_callback(callback)
         if self.components.corruption.sizes is not None:
             self.replays = GraphReplays(self.compute, engine.local_gradients, engine.device)

@@ -15,7 +15,6 @@ from mmldlm.evaluation.validate import validation_ids, validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
 from mmldlm.run.load import LoadedRun
 from mmldlm.trainer.setup import Components
-from mmldlm.trainer.step_log import StepLog
 from mmldlm.trainer.step_numbers import StepNumbers
 from mmldlm.utils.callback import Callback
 
@@ -23,8 +22,9 @@ from mmldlm.utils.callback import Callback
 class _Evaluation(Callback):
     """Callback that computes with the network of a run outside of its steps."""
 
-    def __init__(self, config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers, log: StepLog):
-        self.config, self.components, self.engine, self.numbers, self.log = config, components, engine, numbers, log
+    def __init__(self, config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers):
+        self.config, self.components, self.engine, self.numbers = config, components, engine, numbers
+        self.log = numbers.log
 
     @contextmanager
     def eval_mode(self, activity: str) -> Iterator[LoadedRun]:
@@ -58,15 +58,9 @@ class Validation(_Evaluation):
     """Losses on the validation split, with figures and samples; the best checkpoints are kept by them."""
 
     def __init__(
-        self,
-        config: RunConfig,
-        components: Components,
-        engine: Engine,
-        numbers: StepNumbers,
-        log: StepLog,
-        save: Callable[..., None],
+        self, config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers, save: Callable[..., None]
     ):
-        super().__init__(config, components, engine, numbers, log)
+        super().__init__(config, components, engine, numbers)
         self.save = save
 
     def after_step(self, step: int) -> None:
