@@ -39,20 +39,19 @@ def train(
         trainer_cls: `Trainer`, or a subclass that overrides some of its methods.
         stop_at: Step after which to save and stop, if it is not the last.
     """
-    with trainer_cls(config, launch) as trainer:
-        trainer.stop_at = stop_at
-        for step, micro_batches in trainer.steps():
-            train_step(trainer, step, micro_batches)
+    with trainer_cls(config, launch, stop_at) as trainer:
+        for steps_done, micro_batches in trainer.steps():
+            train_step(trainer, steps_done, micro_batches)
 
 
-def train_step(trainer: Trainer, step: int, micro_batches: Sequence[Batch]) -> None:
-    """Run one optimizer step, counted from 0, on this rank's micro-batches (collective)."""
-    noised = trainer.corrupt(step, micro_batches)  # q(z_t | x): masked tokens and noised latents
-    totals = trainer.sync(step, noised)  # starts an all-reduce: denominators of the losses, requests to stop or save
+def train_step(trainer: Trainer, steps_done: int, micro_batches: Sequence[Batch]) -> None:
+    """Run the optimizer step that follows `steps_done` steps, on this rank's micro-batches (collective)."""
+    noised = trainer.corrupt(steps_done, micro_batches)  # q(z_t | x): masked tokens and noised latents
+    totals = trainer.sync(steps_done, noised)  # starts an all-reduce: divisors of the losses, requests to stop or save
     for batch in trainer.accumulate(noised):
         trainer.forward_backward(batch, totals)
-    result = trainer.update(step)  # skipped if a loss or the gradient norm is non-finite or a spike
-    trainer.end_step(step, totals, result)  # log, validate, save; end at a signal
+    result = trainer.update(steps_done)  # skipped if a loss or the gradient norm is non-finite or a spike
+    trainer.end_step(steps_done, totals, result)  # log, validate, save; end at a signal
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:

@@ -26,7 +26,7 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.model.mmdit import DataShape
 from mmldlm.run.compatibility import data_shape
-from mmldlm.run.factory import build_objective, corrupt_step
+from mmldlm.run.factory import build_corruption, build_objective
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.cpu import slowdown
@@ -151,8 +151,7 @@ class ReferenceRun:
         self.end_step()
 
     def corrupt(self, step: int, micro_batches: list[Batch]) -> list[NoisedBatch]:
-        size = self.config.train.global_batch_size
-        noised = corrupt_step(self.config, self.objective, step, size, micro_batches)
+        noised = build_corruption(self.config, self.objective)(step, micro_batches)
         return [batch.to(self.device) for batch in noised]
 
     def loss(self, noised: NoisedBatch) -> Tensor:
@@ -248,7 +247,7 @@ class Open:
     def defer_fetch(self) -> None:
         """Fetch the numbers of steps late, as on a GPU; the reference reads its own in each step."""
         if isinstance(self.trainer, Trainer):
-            self.trainer.log.defer_fetch = True
+            self.trainer.numbers.defer_fetch = True
 
     def step(self, number: int) -> None:
         """Take one step, on the micro-batch and with the noise of its number."""

@@ -24,7 +24,7 @@ from mmldlm.errors import ConfigError, DataError
 from mmldlm.settings.declaration import setting
 from mmldlm.utils.short_repr import display_name
 
-Corrupt = Callable[[int, int, Sequence[Batch]], list[Batch]]
+Corrupt = Callable[[int, Sequence[Batch]], list[Batch]]
 
 SEARCHED_SAMPLES = 1 << 16  # whose lengths are looked at together
 
@@ -113,9 +113,9 @@ class Loader:
             seed: Key of the sample order.
             batch_at: Returns the batch sizes of a step, which `TrainConfig.check_batches` accepts.
             device_type: Decides about the default number of workers and pinned memory.
-            corrupt: Returns a step's micro-batches in their corrupted form, given step and global batch size. It is
-                called where they are read, if that is in workers or if they go to a GPU; it is not in the main process
-                of a run on CPU, which has nothing to gain from it.
+            corrupt: Returns a step's micro-batches in their corrupted form, given the step. It is called where they are
+                read, if that is in workers or if they go to a GPU; it is not in the main process of a run on CPU, which
+                has nothing to gain from it.
         """
         assert 0 <= rank < world_size
         self.batch_at = batch_at
@@ -270,7 +270,7 @@ class _StepDataset(Dataset):
             batches = self.read(position, size, self.rank)
         except DataError as error:
             return error
-        return self.corrupt(step, size.global_batch_size, batches) if self.corrupt else batches
+        return self.corrupt(step, batches) if self.corrupt else batches
 
     def read(self, position: int, size: BatchSize, rank: int) -> list[Batch]:
         try:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,14 +22,19 @@ T = TypeVar("T")
 class PendingSum(Sequence[float]):
     """A sum of small numbers over the ranks, whose all-reduce runs in the background: the first access waits for it."""
 
-    def __init__(self, total: Tensor, wait: Callable[[], Any]):
-        self._total, self._wait = total.numpy(), wait  # the same memory
+    def __init__(self, total: np.ndarray, wait: Callable[[], Any]):
+        self._total, self._wait = total, wait
 
     @cached_property
     def values(self) -> list[float]:
         """The sum, once it is complete."""
         self._wait()
         return self._total.tolist()
+
+    def split(self, first: int) -> tuple[PendingSum, PendingSum]:
+        """Return the `first` entries and the others; the first access to either waits for the whole sum."""
+        begin, rest = np.split(self._total, [first])
+        return PendingSum(begin, lambda: self.values), PendingSum(rest, lambda: self.values)
 
     def __getitem__(self, index: Any) -> Any:
         return self.values[index]
@@ -91,7 +97,7 @@ class Collectives:
                 with self.in_collective(what):
                     work.wait()
 
-        return PendingSum(total, wait)
+        return PendingSum(total.numpy(), wait)  # the same memory
 
     def gather_vectors(self, values: Tensor, what: str) -> Tensor:
         """Return the small vector of every rank, float64 [ranks, n] on the host (collective)."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from mmldlm.checkpoint.slices import SlicedTensor
 from mmldlm.checkpoint.state import clean_name, load_model_state, load_optimizer_state, model_state, optimizer_state
 from mmldlm.distributed.collectives import Collectives
-from mmldlm.distributed.compute_time import DeviceTimer, HostTimer
+from mmldlm.distributed.compute_time import ComputeTimer
 from mmldlm.distributed.grad_scaler import LossScale, to_local
 from mmldlm.distributed.launch import DDP, LauncherEnv
 from mmldlm.distributed.library_calls import library_call
@@ -122,12 +122,11 @@ class Engine(Collectives):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     @cached_property
-    def compute_timer(self) -> HostTimer | DeviceTimer:
-        """Measures how long this rank computes in a step. With `shards_parameters`, all ranks must call it together."""
-        if self.device.type != "cuda" or self.world_size == 1:
-            return HostTimer()
+    def compute_timer(self) -> ComputeTimer:
+        """Measures how long this rank computes. With `shards_parameters`, all ranks must call it together."""
         blocks = self.unwrapped_model.get_submodule("blocks").children()
-        return DeviceTimer([] if self.sums_after_backward else blocks)  # no hook runs when a graph is replayed
+        on_cuda = self.device.type == "cuda" and self.world_size > 1
+        return ComputeTimer([] if self.sums_after_backward else blocks, on_cuda)  # no hook runs in a replayed graph
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model in training; this is the network that the objective calls."""
@@ -174,17 +173,31 @@ class Engine(Collectives):
         with self.in_collective("backward: reduction of the gradients"):
             self.accelerator.backward(loss * factor)
 
+    def complete_gradients(self) -> None:
+        """Finish what backward leaves open after the last micro-batch: sums over the ranks, and the loss scale."""
+        if self.sums_after_backward:
+            self._sum_gradients()
+        if self.loss_scale is not None:
+            self.loss_scale.unscale(self._parameters(), self._averaged_ranks)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and gradient of each trained weight, summed over the ranks and before clipping (collective).
+
+        The gradients of a step are there between `complete_gradients` and `update`, as in `Callback.before_update`.
+        Under every engine they are whole tensors, equal on all ranks: FSDP2 and ZeRO gather one after the other, so all
+        ranks must draw all of them.
+        """
+        for name, parameter in self._trainable_params():
+            if parameter.grad is not None:
+                yield name, parameter.grad
+
     def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, ema_decay: float = 0.0) -> Tensor:
-        """Clip the gradients, step the optimizer at learning rate `lr` and update the EMA.
+        """Clip the gradients, which are complete, step the optimizer at learning rate `lr` and update the EMA.
 
         If the gradient norm is non-finite or above `norm_limit`, no weight, moment or average changes. This is decided
         on the device without synchronizing the host, except where the optimizer is not fused. A `clip_norm` of 0
         clips nothing. Return the norm before clipping: [], on the device, equal on all ranks.
         """
-        if self.sums_after_backward:
-            self._sum_gradients()
-        if self.loss_scale is not None:
-            self.loss_scale.unscale(self._parameters(), self._averaged_ranks)
         with self.in_collective("norm of the gradients"):
             norm = self._clip_gradients(clip_norm or math.inf)  # with an infinite limit the norm is only computed
         self._set_lr(lr)
@@ -201,13 +214,13 @@ class Engine(Collectives):
         """Number of ranks that the library averages gradients over, by which a loss is multiplied to add them up."""
         return 1 if self.sums_after_backward else self.world_size
 
-    def gradients(self) -> list[Tensor]:
+    def local_gradients(self) -> list[Tensor]:
         """Return the gradients of this rank's parameters, as far as there are any."""
         return [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
 
     def _sum_gradients(self) -> None:
         """Add up the gradients of all ranks in place, some tensors at a time in one buffer (collective)."""
-        gradients = self.gradients()
+        gradients = self.local_gradients()
         while gradients and self.world_size > 1:
             part, numel = [gradients.pop()], 0
             while gradients and (numel := numel + part[-1].numel()) + gradients[-1].numel() <= SUM_NUMEL:

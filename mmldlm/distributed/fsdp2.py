@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -100,6 +100,12 @@ class FSDP2Engine(Engine):
             parts[entry] = torch.empty_like(parameter)
             self._load_part(parts[entry], entry, tensors)
         load_optimizer_state(self.unwrapped_optimizer, self.unwrapped_model, parts)
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, gradient in super().gradients():
+            with self.in_collective("gather of a gradient"):
+                whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            yield name, whole
 
     @property
     def replica(self) -> int:

@@ -21,6 +21,7 @@ from deepspeed.runtime.utils import combine_grad_norm_groups
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import (
     groups,
+    safe_get_full_grad,
     safe_get_local_fp32_param,
     safe_get_local_optimizer_state,
     safe_set_local_fp32_param,
@@ -156,6 +157,13 @@ class ZeroEngine(Engine):
             # Drops gradients that are reduced, in bf16 views into the buffers of the exchange, which DeepSpeed keeps
             # until the next forward pass.
             self.zero_optimizer.clear_backward_seen_flag()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self._trainable_params():
+            with self.in_collective("gather of a gradient"):
+                gradient = safe_get_full_grad(parameter)
+            if gradient is not None:
+                yield name, gradient / self.zero_optimizer.loss_scale  # 1 but in fp16
 
     def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, ema_decay: float = 0.0) -> Tensor:
         """Step as `Engine.update` does; DeepSpeed clips, and synchronizes the host for the norm.

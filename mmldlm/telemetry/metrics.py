@@ -30,7 +30,6 @@ Kind = Literal[
     "resume",
     "skip",
     "micro_batch",
-    "slow_rank",
     "heartbeat",
     "end",
 ]

@@ -98,19 +98,12 @@ class _Start(_Record, StartupReport):
     resumed_from: _Source | None = None
 
 
-class _SlowRank(_Record):
-    rank: Count
-    host: str
-    slow: bool
-    slowdown: FiniteFloat
-
-
 class _Heartbeat(_Record):
     what: str
 
 
 # The kinds with keys of their own that are no single optional one.
-_MODELS: dict[str, type[_Record]] = {"start": _Start, "resume": _Start, "slow_rank": _SlowRank, "heartbeat": _Heartbeat}
+_MODELS: dict[str, type[_Record]] = {"start": _Start, "resume": _Start, "heartbeat": _Heartbeat}
 
 
 def check_record(line: bytes) -> Record:

@@ -76,6 +76,7 @@ class StepParts:
         noised = [batch.to(engine.device) for batch in trainer.corrupt(self.step, batches)]
         for batch in engine.accumulate(noised):
             trainer.compute(batch, self._totals)
+        engine.complete_gradients()
         norm = float(engine.update(0.0, 0.0, norm_limit=-1.0)) / engine.world_size  # a limit that no update passes
         return norm if math.isfinite(norm) else math.inf
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from pathlib import Path
 
 from mmldlm.config import RunConfig
 from mmldlm.distributed.engine import Engine
 from mmldlm.telemetry.profiler import StepProfiler
 from mmldlm.trainer.replica_check import ReplicaCheck
 from mmldlm.trainer.setup import Components
-from mmldlm.trainer.step_log import StepLog
+from mmldlm.trainer.step_numbers import StepNumbers
 from mmldlm.trainer.validation import Quality, Validation
 from mmldlm.utils.callback import Callback
 
@@ -45,13 +46,13 @@ class ScheduledCollection(Callback):
 
 
 def build_callbacks(
-    config: RunConfig, components: Components, engine: Engine, log: StepLog, save: Callable[..., None]
+    config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers, save: Callable[..., None]
 ) -> list[Callback]:
     """Return the callbacks of a run; `save` starts a checkpoint, see `Trainer.save`."""
     return [
         ReplicaCheck(engine, config.guard.verify_updates_every),
-        Validation(config, components, engine, log, save),
-        Quality(config, components, engine, log),
+        Validation(config, components, engine, numbers, save),
+        Quality(config, components, engine, numbers),
         ScheduledCollection(),
-        StepProfiler(config.profile, log.run_dir, engine.rank, engine.device.type),
+        StepProfiler(config.profile, Path(config.run.dir), engine.rank, engine.device.type),
     ]

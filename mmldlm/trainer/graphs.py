@@ -2,7 +2,7 @@
 
 A GPU that computes a step in 80 ms waits for a host that takes 150 ms to start its 2,700 kernels one by one. A graph
 has the kernels, and the addresses of what they read and write: replaying it starts all of them. A graph is for one
-bucket of sizes, to which micro-batches are filled up (`mmldlm.run.factory.StaticSizes`).
+bucket of sizes, to which micro-batches are filled up (`mmldlm.diffusion.corruption.StaticSizes`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.model.ops import assume_device
 from mmldlm.optim.config import OptimConfig
 from mmldlm.optim.param_groups import muon_matrices
-from mmldlm.run.factory import build_fake_model, build_objective, corrupt_step
+from mmldlm.run.factory import build_corruption, build_fake_model, build_objective
 from mmldlm.trainer.engine_memory import FLOAT32, MIB, StepMemory
 from mmldlm.trainer.memory_tracker import StepTracker
 
@@ -69,6 +69,7 @@ def estimate(
     # Only the model is fake; micro-batches are real, since their lengths and masks determine the costs.
     model = build_fake_model(config, store.manifest)
     objective = build_objective(config, store.manifest)
+    corruption = build_corruption(config, objective)
     optimizer, name, one_moment = _optimizer(model, config.optim, device)
     tracker = StepTracker(model, objective)
     steps, batches = config.train.steps, config.train.batch_stages(world_size)
@@ -91,7 +92,7 @@ def estimate(
         # The largest step counts for memory alone, unless it is among the first ones.
         for step, rank in dict.fromkeys([*tried, (largest, owner)]):
             micro_batches = loader.read(samples + (step - start) * size.global_batch_size, size, rank)
-            noised = corrupt_step(config, objective, step, size.global_batch_size, micro_batches)
+            noised = corruption(step, micro_batches)
             if keeps_gradients:
                 tracker.allocate_gradients()
             with assume_device(device):

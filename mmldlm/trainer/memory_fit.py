@@ -31,7 +31,7 @@ from mmldlm.run.factory import build_fake_model
 from mmldlm.telemetry.resources import free_memory_mib
 from mmldlm.trainer.engine_memory import FLOAT32, MIB, USABLE_SHARE, Sharding, StepMemory, rank_memory
 from mmldlm.trainer.memory_tracker import StepTracker
-from mmldlm.trainer.setup import Components, build_loader
+from mmldlm.trainer.setup import Components
 from mmldlm.utils.progress import Progress
 
 
@@ -119,7 +119,7 @@ def _assess(
     config: RunConfig, components: Components, engine: Engine, batches: Sequence[Batch], index: int, size: BatchSize
 ) -> Fit:
     """Return whether micro-batch `index` of a step fits, beside the gradients of others if there are any."""
-    objective = components.objective
+    objective, sizes = components.objective, components.corruption.sizes
     accumulates = engine.sums_after_backward or size.accumulation(engine.world_size) > 1
     if engine.shards_parameters:
         needed = _needed_mib(config, components, engine, all_masked(objective, batches[index]), accumulates)
@@ -129,7 +129,7 @@ def _assess(
     def loss_of(network: Network) -> Tensor:
         # All of a step are on the device together, see `Trainer.accumulate`.
         noised = [all_masked(objective, batch) for batch in batches]
-        noised = noised if components.sizes is None else components.sizes.fill(noised, size.micro_batch_tokens)
+        noised = noised if sizes is None else sizes.fill(noised, size.micro_batch_tokens)
         noised = [batch.to(engine.device) for batch in noised]
         return objective(network, noised[index], noised[index].counts.tolist())[0]
 
@@ -180,8 +180,7 @@ def fit_run(
     with Progress(engine.is_main) as progress:
         progress.phase("fitting the micro-batches into memory", announce=False)
         config, changes, lines = fit_micro_batches(config, components, engine, state)
-    loader = build_loader(config, engine, components.store, components.objective, components.sizes)
-    return config, replace(components, loader=loader), changes, lines
+    return config, components.for_data(config, engine, components.store), changes, lines
 
 
 def warm_up(engine: Engine, components: Components) -> None:

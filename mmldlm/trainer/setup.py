@@ -16,6 +16,7 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.data.verify import verify
+from mmldlm.diffusion.corruption import Corruption, StaticSizes
 from mmldlm.diffusion.objective import Objective
 from mmldlm.distributed.capabilities import WEIGHT_SHARDING_ENGINES, check_supported, supports
 from mmldlm.distributed.deepspeed_file import StepPlan
@@ -31,7 +32,7 @@ from mmldlm.model.compile import compile_regions
 from mmldlm.model.flops import ModelFlops
 from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.run.factory import StaticSizes, build_meta_model, build_objective, corrupt_in_loader, set_matmul_precision
+from mmldlm.run.factory import build_corruption, build_meta_model, build_objective, set_matmul_precision
 from mmldlm.telemetry.experiment_trackers import check_trackers
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks
 from mmldlm.trainer.graphs import why_no_graphs
@@ -127,6 +128,7 @@ class Components:
     store: Store
     loader: Loader
     objective: Objective
+    corruption: Corruption
     tokenizer: Tokenizer
     skipped_samples: list[str]  # location and problem of each
     validation_ids: list[int]
@@ -137,7 +139,13 @@ class Components:
     parameters: dict[str, int]  # by part of the network
     trainable: int
     flops: ModelFlops
-    sizes: StaticSizes | None = None  # up to which micro-batches are filled
+
+    def for_data(self, config: RunConfig, engine: Engine, store: Store) -> Components:
+        """Return the components with objective, corruption and loader of other batch sizes or latents."""
+        objective = build_objective(config, store.manifest)
+        corruption = build_corruption(config, objective, self.corruption.sizes)
+        loader = build_loader(config, engine, store, corruption)
+        return replace(self, store=store, loader=loader, objective=objective, corruption=corruption)
 
 
 def build_components(config: RunConfig, engine: Engine) -> Components:
@@ -159,10 +167,12 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
     if device_type != "cpu":
         compiled += f"; no CUDA graphs: {no_graphs}" if no_graphs else "; CUDA graphs"
     sizes = None if no_graphs else StaticSizes(store.manifest.max_length)
+    corruption = build_corruption(config, objective, sizes)
     return Components(
         store=store,
-        loader=build_loader(config, engine, store, objective, sizes),
+        loader=build_loader(config, engine, store, corruption),
         objective=objective,
+        corruption=corruption,
         tokenizer=Tokenizer.load(store.path / "tokenizer"),
         skipped_samples=skipped,
         validation_ids=validation_ids(validation, config.validation.samples),
@@ -173,18 +183,15 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         parameters=count_parameters(model),
         trainable=sum(count_parameters(model, trainable_only=True).values()),
         flops=ModelFlops.from_model(model),
-        sizes=sizes,
     )
 
 
-def build_loader(
-    config: RunConfig, engine: Engine, store: Store, objective: Objective, sizes: StaticSizes | None = None
-) -> Loader:
+def build_loader(config: RunConfig, engine: Engine, store: Store, corruption: Corruption) -> Loader:
     """Build the loader of this rank's micro-batches."""
     batch_at = partial(config.train.batch_at, world_size=engine.world_size)
     rank, world_size, device_type = engine.rank, engine.world_size, engine.device.type
-    corrupt = partial(corrupt_in_loader, config, objective, sizes)
-    return Loader(store, "train", config.data, config.run.seed, batch_at, rank, world_size, device_type, corrupt)
+    place = rank, world_size, device_type
+    return Loader(store, "train", config.data, config.run.seed, batch_at, *place, corruption.in_loader)
 
 
 def with_latent_stats(latents: LatentInfo, components: Components, config: RunConfig, engine: Engine) -> Components:
@@ -192,6 +199,4 @@ def with_latent_stats(latents: LatentInfo, components: Components, config: RunCo
     if latents == components.store.manifest.latent:
         return components
     store = components.store.with_manifest(replace(components.store.manifest, latent=latents))
-    objective = build_objective(config, store.manifest)
-    loader = build_loader(config, engine, store, objective, components.sizes)
-    return replace(components, store=store, loader=loader, objective=objective)
+    return components.for_data(config, engine, store)

@@ -51,9 +51,9 @@ class Skip:
 class StepGuard:
     """Counter and judge of skipped steps."""
 
-    def __init__(self, config: GuardConfig, state: TrainState):
+    def __init__(self, config: GuardConfig, state: TrainState, file: MetricsFile | None = None):
         self.config, self.state = config, state
-        self.file: MetricsFile | None = None  # on rank 0: receives a record of each
+        self.file = file  # on rank 0: receives a record of each
 
     @property
     def norm_limit(self) -> float:

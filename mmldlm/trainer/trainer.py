@@ -23,7 +23,6 @@ from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import StoppedBySignal
 from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
-from mmldlm.run.factory import corrupt_step
 from mmldlm.telemetry.notices import Notices, overfitting_notice
 from mmldlm.telemetry.profiler import phase
 from mmldlm.trainer.branches import with_rewinds
@@ -36,26 +35,28 @@ from mmldlm.trainer.run_end import RunEnd
 from mmldlm.trainer.setup import open_run
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.trainer.startup_report import open_records
-from mmldlm.trainer.step_log import StepLog, StepResult, StepTotals
+from mmldlm.trainer.step_log import StepLog
+from mmldlm.trainer.step_numbers import StepCounts, StepNumbers, StepResult, StepTotals
 from mmldlm.utils.callback import Callback
 
 
 class Trainer:
     """Context manager of a training run, with the methods that the loop in `train.py` calls for each step.
 
-    Entering it opens and locks the run folder, restores the run's state and writes the start-up report; leaving it
-    records how the run ended. `launch` is read from the environment variables by default.
+    `steps_done` is the number of steps before the present one, of which noise, learning rate and batch size are
+    functions. A `step` is counted from 1, as in records and callbacks.
 
-    Attributes:
-        stop_at: Step after which the run saves and stops as by a signal, on all ranks alike; None for none.
+    Entering it opens and locks the run folder, restores the run's state and writes the start-up report; leaving it
+    records how the run ended. `launch` is read from the environment variables by default. After step `stop_at` the run
+    saves and stops as by a signal, on all ranks alike.
     """
 
-    def __init__(self, config: RunConfig, launch: LauncherEnv | None = None):
+    def __init__(self, config: RunConfig, launch: LauncherEnv | None = None, stop_at: int | None = None):
         self.launch = launch or read_launcher_env(os.environ)
         self.config = resolve_precision(with_rewinds(config), self.launch.mixed_precision)
         self.run_dir = Path(config.run.dir)
         self.state = TrainState()
-        self.stop_at: int | None = None
+        self.stop_at = stop_at
         self._signals = SignalRequests()
         self._notices = Notices(log_library_warnings=self.launch.local_rank == 0)
         self._end = RunEnd(self.run_dir, self.launch)
@@ -101,13 +102,14 @@ class Trainer:
             self._notices.write = self.tracker.message
         self.checkpointer = Checkpointer(config, engine, restored, report, self.components.store, self._signals)
         end.callback(self.checkpointer.close)
-        self.log = StepLog(config, engine, self.components, self.state, self.tracker, report, self.run_dir, end)
-        self.guard = self.log.guard
-        end.own_records(self.log.fetch, self._finish_checkpoint)
-        for callback in build_callbacks(config, self.components, engine, self.log, self.save):
+        self.log = StepLog(config, engine, self.components, self.state, self.tracker)
+        self.numbers = StepNumbers(config, engine, self.components, self.state, self.tracker, self.log, end)
+        self.guard = self.numbers.guard
+        end.own_records(self.numbers.fetch, self._finish_checkpoint)
+        for callback in build_callbacks(config, self.components, engine, self.numbers, self.save):
             self.add_callback(callback)
-        if self.components.sizes is not None:
-            self.replays = GraphReplays(self.compute, engine.gradients, engine.device)
+        if self.components.corruption.sizes is not None:
+            self.replays = GraphReplays(self.compute, engine.local_gradients, engine.device)
         for change in changes:
             self.tracker.event("micro_batch", self.state.step + 1, change)
         warm_up(engine, self.components)
@@ -120,7 +122,7 @@ class Trainer:
     # --- one optimizer step --------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
-        """Yield the remaining steps, counted from 0, with this rank's micro-batches; save the run at the end."""
+        """Yield for each remaining step (steps done before it, this rank's micro-batches); save the run at the end."""
         if self._is_at_stop:
             self._stop(by_signal=False)
         batches = self.components.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
@@ -128,21 +130,20 @@ class Trainer:
         patience = self.config.train.stop_after_worse
         while not 0 < patience <= self.state.worse_in_a_row:
             started = time.perf_counter()
-            self.engine.compute_timer.start()
             item = next(batches, None)
             if item is None:
                 break
-            step, micro_batches = item
-            self.log.data_wait_s += time.perf_counter() - started
+            steps_done, micro_batches = item
+            self.log.add_data_wait(time.perf_counter() - started)
             if self.engine.watchdog is not None:
-                self.engine.watchdog.step = step
+                self.engine.watchdog.step = steps_done
             if self.config.model.dropout:
                 # The only random draw that is not a function of (seed, step, slot). Hashes of integers are the same in
                 # every process, unlike those of strings: a resumed run repeats them.
-                torch.manual_seed(hash((self.config.run.seed, step, self.engine.rank)) % 2**63)
+                torch.manual_seed(hash((self.config.run.seed, steps_done, self.engine.rank)) % 2**63)
             for callback in self.callbacks:
-                callback.before_step(step + 1)
-            yield step, micro_batches
+                callback.before_step(steps_done + 1)
+            yield steps_done, micro_batches
         self.save(wait=True)
         if self.state.step < self.config.train.steps:
             self.tracker.message(
@@ -154,41 +155,33 @@ class Trainer:
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
 
     @phase("corrupt")
-    def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
-        """Noise the micro-batches of a step, see `corrupt_step`."""
-        samples = self.components.loader.batch_at(step).global_batch_size
-        return corrupt_step(self.config, self.components.objective, step, samples, micro_batches, self.components.sizes)
+    def corrupt(self, steps_done: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+        """Noise the micro-batches of a step, see `Corruption`."""
+        return self.components.corruption(steps_done, micro_batches)
 
     @phase("sync")
-    def sync(self, step: int, noised: Sequence[NoisedBatch]) -> StepTotals:
+    def sync(self, steps_done: int, noised: Sequence[NoisedBatch]) -> StepTotals:
         """Start to sum over the ranks what each must know of the step, in one all-reduce of float64 (collective).
 
         The all-reduce runs beside the first forward pass, after which the loss needs it. Besides the denominators of
-        the losses these are the work done, and requests and progress of single ranks, on which all ranks can thus act
-        at the end of the same step.
+        the losses these are the sizes of the step, and requests and progress of single ranks, on which all ranks can
+        thus act at the end of the same step.
         """
         layouts = [batch.layout.without_filler() for batch in noised]
-        local = {
-            "tokens": sum(layout.num_tokens for layout in layouts),
-            "pairs": sum(layout.num_pairs for layout in layouts),
-            "masked": sum(int((batch.token_weight > 0).sum()) for batch in noised),
-            "stop": self._signals.stop is not None,
-            "save": self.checkpointer.save_requested(),
-            "ready": self.checkpointer.ready,
-            "failed": self.checkpointer.failed,
-        }
-        work = torch.zeros(2, self.engine.world_size, dtype=torch.float64)
-        work[:, self.engine.rank] = torch.tensor(self.engine.compute_timer.take())
-        values = torch.cat([total_counts(noised), torch.tensor([*local.values()], dtype=torch.float64), work.flatten()])
-        pending = self.engine.start_sum(values, "all-reduce of the step's counts")
-        samples = self.components.loader.batch_at(step).global_batch_size
-        flops = self._flops(local, sum(layout.num_samples for layout in layouts))
-        return StepTotals(pending, tuple(local), self.engine.world_size, samples, flops)
-
-    def _flops(self, counts: Mapping[str, int] | StepTotals, samples: int) -> float:
-        latent_tokens = self.components.store.manifest.latent.tokens
-        tokens, masked, pairs = counts["tokens"], counts["masked"], counts["pairs"]
-        return self.components.flops.step_flops(tokens, masked, samples, latent_tokens, pairs)
+        counts = StepCounts(
+            tokens=sum(layout.num_tokens for layout in layouts),
+            pairs=sum(layout.num_pairs for layout in layouts),
+            masked=sum(int((batch.token_weight > 0).sum()) for batch in noised),
+            stop=self._signals.stop is not None,
+            save=self.checkpointer.save_requested(),
+            ready=self.checkpointer.ready,
+            failed=self.checkpointer.failed,
+        )
+        denominators = total_counts(noised)
+        values = torch.cat([denominators, torch.tensor(counts, dtype=torch.float64)])
+        exchanged = self.engine.start_sum(values, "all-reduce of the step's counts")
+        samples = self.components.loader.batch_at(steps_done).global_batch_size
+        return StepTotals(*exchanged.split(len(denominators)), samples)
 
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
         """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only.
@@ -201,12 +194,12 @@ class Trainer:
     def forward_backward(self, batch: NoisedBatch, totals: StepTotals) -> None:
         """Add a micro-batch's share of the step's gradients to them, by a graph if there is one, and log its losses."""
         if self.replays is None:
-            loss, sums = self.compute(batch, totals.counts)
+            loss, sums = self.compute(batch, totals.denominators)
         else:
-            divisors = self.components.objective.divisors(totals.counts, batch)
+            divisors = self.components.objective.divisors(totals.denominators, batch)
             with phase("replay"), self.engine.compute_timer.measured():
                 loss, sums = self.replays(batch, divisors)
-        self.log.add(loss, sums, batch)
+        self.numbers.add(loss, sums, batch)
 
     def compute(self, batch: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, ...]:
         """Run `loss` and `backward`; return their detached results. Graphs record this method, see `GraphReplays`."""
@@ -226,15 +219,18 @@ class Trainer:
         self.engine.backward(loss * (1 + 0 * loss.detach()))
 
     @phase("update")
-    def update(self, step: int) -> StepResult:
+    def update(self, steps_done: int) -> StepResult:
         """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike."""
         config, state = self.config, self.state
-        scale = batch_scale(config.optim, self.components.loader.batch_at(step).global_batch_size)
-        lr = lr_at(step, config.train.steps, config.optim, config.schedule, scale, state.lr_cuts)
-        norm = self.engine.update(lr, config.optim.clip_norm, self.guard.norm_limit, decay_at(step, config.ema))
+        self.engine.complete_gradients()
+        for callback in self.callbacks:
+            callback.before_update(steps_done + 1)
+        scale = batch_scale(config.optim, self.components.loader.batch_at(steps_done).global_batch_size)
+        lr = lr_at(steps_done, config.train.steps, config.optim, config.schedule, scale, state.lr_cuts)
+        norm = self.engine.update(lr, config.optim.clip_norm, self.guard.norm_limit, decay_at(steps_done, config.ema))
         return StepResult(lr, norm)
 
-    def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
+    def end_step(self, steps_done: int, totals: StepTotals, result: StepResult) -> None:
         """Count and log the step, call the callbacks, and save if it is due or requested.
 
         Raises:
@@ -242,20 +238,22 @@ class Trainer:
             NumericalError: A skipped step ends the run by the settings of `guard`, or the ranks' weights differ.
             StoppedBySignal: A rank received a signal to stop, or `stop_at` is reached; a checkpoint has been saved.
         """
-        self.engine.compute_timer.stop(totals.flops)
         state, checkpointer = self.state, self.checkpointer
-        checkpointer.record(checkpointer.advance(totals["ready"], totals["failed"]), self.tracker)
-        state.step = step + 1
+        checkpointer.record(checkpointer.advance(totals.counts.ready, totals.counts.failed), self.tracker)
+        step = state.step = steps_done + 1
         state.samples_drawn += totals.samples
-        self.tracker.step_done(state.step)
-        self.log.end_step(state.step, totals, result, self._flops(totals, totals.samples))
+        self.tracker.step_done(step)
+        self.numbers.end_step(step, totals, result)
+        if self.config.train.is_due(step, self.config.log.every):
+            self.numbers.fetch()
+            self.log.write(step, result.lr)
         for callback in self.callbacks:
-            callback.after_step(state.step)
+            callback.after_step(step)
         # The last step's checkpoint is saved by `steps`, which also waits for it.
-        if (checkpointer.due(state.step) or totals["save"]) and state.step < self.config.train.steps:
+        if (checkpointer.due(step) or totals.counts.save) and step < self.config.train.steps:
             self.save()
-        if totals["stop"] or self._is_at_stop:
-            self._stop(by_signal=totals["stop"] > 0)
+        if totals.counts.stop or self._is_at_stop:
+            self._stop(by_signal=totals.counts.stop > 0)
 
     @property
     def _is_at_stop(self) -> bool:
@@ -272,7 +270,7 @@ class Trainer:
 
     def save(self, wait: bool = False, validation_loss: float | None = None) -> None:
         """Start a checkpoint of the present state unless this step has one (collective); `wait` for its end."""
-        self.log.fetch()
+        self.numbers.fetch()
         if self.checkpointer.saved_at != self.state.step:
             with self.log.paused():
                 # Flushes the curves before the checkpoint exists: a kill in between leaves no gap after resuming.

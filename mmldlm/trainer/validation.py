@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 
 import torch
 
@@ -14,15 +15,16 @@ from mmldlm.evaluation.validate import validation_ids, validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
 from mmldlm.run.load import LoadedRun
 from mmldlm.trainer.setup import Components
-from mmldlm.trainer.step_log import StepLog
+from mmldlm.trainer.step_numbers import StepNumbers
 from mmldlm.utils.callback import Callback
 
 
 class _Evaluation(Callback):
     """Callback that computes with the network of a run outside of its steps."""
 
-    def __init__(self, config: RunConfig, components: Components, engine: Engine, log: StepLog):
-        self.config, self.components, self.engine, self.log = config, components, engine, log
+    def __init__(self, config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers):
+        self.config, self.components, self.engine, self.numbers = config, components, engine, numbers
+        self.log = numbers.log
 
     @contextmanager
     def eval_mode(self, activity: str) -> Iterator[LoadedRun]:
@@ -31,13 +33,13 @@ class _Evaluation(Callback):
         The time spent here is not counted as time of a step; heartbeats report `activity`.
         """
         config, components, engine, log = self.config, self.components, self.engine, self.log
-        log.fetch()
+        self.numbers.fetch()
         with log.paused():
             log.tracker.heartbeat(log.state.step, activity)
             engine.unwrapped_model.eval()
             with torch.no_grad(), engine.ema_scope() if config.ema.eval_weights == "ema" else nullcontext():
                 yield LoadedRun(
-                    folder=log.run_dir,
+                    folder=Path(config.run.dir),
                     config=config,
                     store=components.store,
                     tokenizer=components.tokenizer,
@@ -56,9 +58,9 @@ class Validation(_Evaluation):
     """Losses on the validation split, with figures and samples; the best checkpoints are kept by them."""
 
     def __init__(
-        self, config: RunConfig, components: Components, engine: Engine, log: StepLog, save: Callable[..., None]
+        self, config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers, save: Callable[..., None]
     ):
-        super().__init__(config, components, engine, log)
+        super().__init__(config, components, engine, numbers)
         self.save = save
 
     def after_step(self, step: int) -> None:
@@ -79,8 +81,8 @@ class Validation(_Evaluation):
                 tracker.samples(step, rows, tag)
             if figure_data:
                 tracker.log_figures(step, figure_data, losses.bin_losses)
-        if log.plateau is not None:
-            log.plateau.observe(step, values["validation/total"])
+        if self.numbers.plateau is not None:
+            self.numbers.plateau.observe(step, values["validation/total"])
         loss = values[config.judged_by]
         if state.judge(config.judged_by, loss, config.checkpoint.keep_best):
             self.save(validation_loss=loss)

@@ -13,6 +13,9 @@ class Callback:
     def before_step(self, step: int) -> None:
         """Prepare for a step, before its first micro-batch is used."""
 
+    def before_update(self, step: int) -> None:
+        """Read the gradients of a step, before they are clipped; `Engine.gradients` yields them."""
+
     def after_step(self, step: int) -> None:
         """Act on a step, whose update is made and whose record is written, before a checkpoint has it."""
 

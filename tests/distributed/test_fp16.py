@@ -33,11 +33,12 @@ def test_gradients_scale_with_the_loss(tiny_config: Path) -> None:
             assert run.engine.accelerator.scaler is None, "Accelerate would scale once more"
             step, micro_batches = next(run.steps())
             (noised,) = run.corrupt(step, micro_batches)
-            run.compute(noised, run.sync(step, [noised]).counts)
+            run.compute(noised, run.sync(step, [noised]).denominators)
             kept = result[precision] = []
             parameters = list(run.engine.model.parameters())
             kept.append([p.grad.clone() for p in parameters if p.grad is not None])
             run.engine.optimizer.zero_grad = lambda **_: None  # type: ignore[method-assign]
+            run.engine.complete_gradients()
             norms[precision] = float(run.engine.update(0.0, 0.0))
             kept.append([p.grad.clone() for p in parameters if p.grad is not None])
     pairs = zip(result["fp32"], result["fp16"], strict=True)

@@ -49,7 +49,7 @@ UNTIL: dict[str, tuple[str, set[int]]] = {
     "train": ("step 20/150 ", {75}),
     "tensorboard": ("http://127.0.0.1:", {0, -signal.SIGINT}),
 }
-LINKED = ("accelerate_configs", "ds_configs", "scripts", "deploy", "constraints.txt")
+LINKED = ("accelerate_configs", "ds_configs", "scripts", "deploy", "examples", "constraints.txt")
 NAMED = ("configs", "runs/mine", r"\.venv/bin", *LINKED)  # folders whose files a command may name
 CONFIG = """\
 extends: [tiny.yaml, mixed.yaml]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mmldlm.batch import INDEX_TENSORS
-from mmldlm.config import RunConfig, load_config
+from mmldlm.config import load_config
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
-from mmldlm.diffusion.objective import NoisedBatch, Objective
-from mmldlm.run.factory import CorruptedBatch, StaticSizes, build_objective, corrupt_in_loader, corrupt_step
+from mmldlm.diffusion.corruption import CorruptedBatch, Corruption, StaticSizes
+from mmldlm.diffusion.objective import NoisedBatch
+from mmldlm.run.factory import build_corruption, build_objective
 from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.noised_batch import noised_batch
 
@@ -81,29 +81,30 @@ def test_one_copy_takes_a_batch_to_the_device(packed: bool) -> None:
 
 
 BATCH_TENSORS = ("tokens", "latents", "sample_ids", "slots")
-Setup = tuple[RunConfig, Objective, Callable[..., Loader]]
+Setup = tuple[Corruption, Callable[..., Loader]]
 
 
 @pytest.fixture
 def setup(tiny_store: Path) -> Setup:
-    config = load_config(None, [f"data.path={tiny_store}", "data.persistent_workers=false", "run.seed=3"])
-    store = Store.open(tiny_store)
-    objective = build_objective(config, store.manifest)
+    given = [f"data.path={tiny_store}", "data.persistent_workers=false", "run.seed=3", "train.global_batch_size=16"]
+    config, store = load_config(None, given), Store.open(tiny_store)
+    corruption = build_corruption(config, build_objective(config, store.manifest))
 
     def loader(workers: int, device_type: str = "cpu", sizes: StaticSizes | None = None) -> Loader:
         data = load_config(None, [f"data.num_workers={workers}", "data.pin_memory=false"]).data
-        corrupt = partial(corrupt_in_loader, config, objective, sizes)
+        corrupt = replace(corruption, sizes=sizes).in_loader
         return Loader(store, "train", data, 3, constant_batch_size(16, 4), device_type=device_type, corrupt=corrupt)
 
-    return config, objective, loader
+    return corruption, loader
 
 
 @pytest.mark.parametrize("sizes", [None, StaticSizes(32)])
 def test_workers_corrupt_as_the_main_process_does(setup: Setup, sizes: StaticSizes | None) -> None:
-    config, objective, loader = setup
+    corruption, loader = setup
+    corrupt = replace(corruption, sizes=sizes)
     for (step, batches), (_, plain) in zip(loader(2, sizes=sizes).steps(3, 6), loader(0).steps(3, 6), strict=True):
         assert not any(isinstance(batch, CorruptedBatch) for batch in plain)
-        ours, theirs = (corrupt_step(config, objective, step, 16, each, sizes) for each in (batches, plain))
+        ours, theirs = corrupt(step, batches), corrupt(step, plain)
         for batch, one, other in zip(batches, ours, theirs, strict=True):
             assert isinstance(batch, CorruptedBatch) and one is batch.noised
             assert one.packed.places == other.packed.places and (one.layout.num_filler > 0) == (sizes is not None)
@@ -116,27 +117,20 @@ def test_workers_corrupt_as_the_main_process_does(setup: Setup, sizes: StaticSiz
 
 
 def test_for_a_gpu_the_loader_corrupts_without_workers(setup: Setup) -> None:
-    config, objective, loader = setup
+    corruption, loader = setup
     ((step, batches),), ((_, plain),) = (list(loader(0, device).steps(3, 4)) for device in ("cuda", "cpu"))
     assert all(isinstance(batch, CorruptedBatch) for batch in batches)
-    ours, theirs = (corrupt_step(config, objective, step, 16, each) for each in (batches, plain))
-    for one, other in zip(ours, theirs, strict=True):
+    for one, other in zip(corruption(step, batches), corruption(step, plain), strict=True):
         assert_same(one, other)
 
 
 def test_what_was_corrupted_for_another_step_is_corrupted_again(setup: Setup) -> None:
-    config, objective, loader = setup
+    corruption, loader = setup
     ((step, batches),), ((_, plain),) = (list(loader(workers).steps(3, 4)) for workers in (1, 0))
-    for one, other in zip(
-        corrupt_step(config, objective, step + 1, 16, batches),
-        corrupt_step(config, objective, step + 1, 16, plain),
-        strict=True,
-    ):
+    for one, other in zip(corruption(step + 1, batches), corruption(step + 1, plain), strict=True):
         assert_same(one, other)
-    first = corrupt_step(config, objective, step, 16, batches)[0]
-    assert not torch.equal(
-        first.latent_target, corrupt_step(config, objective, step + 1, 16, batches)[0].noised_latents
-    )
+    first, next_one = corruption(step, batches)[0], corruption(step + 1, batches)[0]
+    assert not torch.equal(first.latent_target, next_one.noised_latents)
 
 
 @pytest.mark.gpu

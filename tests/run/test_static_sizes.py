@@ -17,12 +17,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from mmldlm import train
 from mmldlm.batch import Batch, PackedLayout
 from mmldlm.data.batch_schedule import BatchSize, deal
+from mmldlm.diffusion.corruption import OF_MASKED, StaticSizes
 from mmldlm.diffusion.objective import LossConfig, NoisedBatch
 from mmldlm.model.activation_checkpoint import MemoryConfig
 from mmldlm.model.heads import LossWeights
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.model.ops import assume_device
-from mmldlm.run.factory import OF_MASKED, StaticSizes
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.packed_tensors import PackedTensors
 from tests.helpers.engine_runs import record_list
@@ -142,7 +142,8 @@ def test_a_recorded_step_computes_the_other_micro_batches_of_its_sizes(divisors:
 
 class Filled(Trainer):
     def corrupt(self, step: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
-        self.components = replace(self.components, sizes=StaticSizes(32))
+        corruption = replace(self.components.corruption, sizes=StaticSizes(32))
+        self.components = replace(self.components, corruption=corruption)
         noised = super().corrupt(step, micro_batches)
         assert {len(batch.noised_tokens) for batch in noised} == {128}
         return noised

@@ -20,8 +20,6 @@ RETITLE = "\x1b]0;title\x07\x1b[2J"
 START = {"kind": "start", "step": 0, "time": 1.0, "total_steps": 9}
 # Lines that are left out and counted.
 ODD: dict[str, dict[str, Any]] = {
-    "no slowdown": {"kind": "slow_rank", "step": 3, "time": 3.0, "rank": 1, "slow": True, "host": "a"},
-    "a text as slowdown": {**START, "kind": "slow_rank", "rank": 1, "host": "a", "slow": True, "slowdown": "2"},
     "nonfinite": {"kind": "train", "step": 3, "time": 3.0, "nonfinite": 5, "loss/total": 1.0},
     "nonfinite list": {"kind": "train", "step": 3, "time": 3.0, "nonfinite": [["loss/total"]]},
     "above floats": {"kind": "train", "step": 3, "time": 3.0, "loss/total": 10**400},

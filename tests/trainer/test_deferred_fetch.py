@@ -16,7 +16,7 @@ import torch
 from mmldlm import train
 from mmldlm.config import load_config
 from mmldlm.distributed.engine import is_accepted
-from mmldlm.trainer.step_log import StepResult
+from mmldlm.trainer.step_numbers import StepResult
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import exit_record, records
 from tests.helpers.faulty_steps import FAULTS, run_with_faults, skipped_steps
@@ -119,7 +119,7 @@ class DeferringTrainer(Trainer):
 
     def __enter__(self) -> DeferringTrainer:
         super().__enter__()
-        self.log.defer_fetch = True
+        self.numbers.defer_fetch = True
         return self
 
 
@@ -142,7 +142,7 @@ def test_a_spike_limit_fetches_every_step(tiny_config: Path) -> None:
 
     class WatchedTrainer(DeferringTrainer):
         def update(self, step: int) -> StepResult:
-            pending.append(len(self.log.pending))
+            pending.append(len(self.numbers.pending))
             return super().update(step)
 
     settings = ["log.every=100", "validation.every=0", "checkpoint.every_steps=0"]
@@ -158,7 +158,7 @@ def test_a_loss_that_is_not_finite_reaches_every_gradient(value: float, tiny_con
     with Trainer(load_config(tiny_config, ["data.num_workers=0"])) as run:
         step, micro_batches = next(run.steps())
         (noised,) = run.corrupt(step, micro_batches)
-        loss, _ = run.loss(noised, run.sync(step, [noised]).counts)
+        loss, _ = run.loss(noised, run.sync(step, [noised]).denominators)
         run.backward(loss + value)
         gradients = {name: parameter.grad for name, parameter in run.engine.model.named_parameters()}
         assert {name for name, result in gradients.items() if result is None or not result.isnan().any()} == set()
@@ -179,7 +179,7 @@ def test_norm_limit_is_equal_in_every_precision() -> None:
 def test_no_gpu_synchronization_in_a_step(tiny_config: Path) -> None:
     settings = ["data.num_workers=0", "log.every=4", "validation.every=0", "checkpoint.every_steps=0", "ema.decay=0.9"]
     with Trainer(load_config(tiny_config, settings)) as run:
-        assert run.log.defer_fetch
+        assert run.numbers.defer_fetch
         for step, micro_batches in run.steps():
             torch.cuda.set_sync_debug_mode("error" if step + 1 in (2, 3, 5, 6, 7) else "default")  # records at 4 and 8
             train.train_step(run, step, micro_batches)

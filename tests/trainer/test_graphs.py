@@ -15,13 +15,13 @@ from torch import Tensor
 
 from mmldlm.batch import Batch
 from mmldlm.config import load_config
+from mmldlm.diffusion.corruption import StaticSizes
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentConfig
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, NoisedBatch, Objective
 from mmldlm.errors import ConfigError
 from mmldlm.model.activation_checkpoint import MemoryConfig
-from mmldlm.run.factory import StaticSizes
 from mmldlm.trainer import graphs
 from mmldlm.trainer.graphs import GraphReplays, why_no_graphs
 from tests.helpers.engine_runs import Single, difference

@@ -1,4 +1,4 @@
-"""A rank that computes more slowly than the others is named: on the console, in the records, by monitor and report."""
+"""A rank that computes more slowly than the others is named: in the records and by the monitor."""
 
 from __future__ import annotations
 
@@ -22,17 +22,12 @@ def test_slow_rank_is_named(engine: str, parity_config: Path, forked: ForkedRuns
     """Far slower than the threshold, since other tests may use the machine at the same time."""
     run, variables = tmp_path / "run", {"SLOW_RANK": "2", "SLOW_SHARE": "0.5", "LAST_SLOW": "45"}
     forked.succeed(engine, run, 4, parity_config, *SETTINGS, script="slow_rank.py", **variables)
-    history, name = History(run), f"rank 2 on {socket.gethostname()}"
-    named, *later = history.by_kind("slow_rank")
-    assert (named["rank"], named["slow"]) == (2, True) and named["step"] <= 45 and named["slowdown"] > 0.1
-    assert {(record["rank"], record["slow"]) for record in later} <= {(2, False)}
-    assert f"slow_rank at step {named['step']}: {name} is {named['slowdown']:.0%} slower" in (
-        run.with_suffix(".log").read_text()
-    )
-    for record in history.by_kind("train"):
+    curve = {record["step"]: record for record in History(run).by_kind("train")}
+    for step, record in curve.items():
         assert 0 < record["speed/compute_s"] <= record["speed/compute_s_slowest"]
-    found = {alert.name: alert.found for alert in alerts(seen_at(run, named["step"]))}
-    assert f"{name} ({named['slowdown']:.0%}, since step {named['step']})" in found["slow rank"]
-    assert ("slow_rank", named["step"]) in RunSummary(run).events
-    if later:
-        assert "slow rank" not in {alert.name for alert in alerts(seen_at(run, later[-1]["step"]))}
+        if 5 < step <= 45:
+            assert record["speed/slowest_rank"] == 2
+            assert record["speed/compute_s_slowest"] > 1.1 * record["speed/compute_s"]
+    named = {alert.name: alert.found for alert in alerts(seen_at(run, 45))}
+    assert f"rank 2 on {socket.gethostname()} is " in named["slow rank"]
+    assert "slow rank" not in {alert.name for alert in alerts(seen_at(run, 65))}

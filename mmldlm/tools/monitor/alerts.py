@@ -336,28 +336,31 @@ def _mirror(run: Snapshot) -> str | None:
 
 # --- speed ------------------------------------------------------------------------------------------------------
 
-_MAX_NAMES = 4  # ranks that an alert names
+_SLOW_RECORDS, _SLOWDOWN = 5, 0.1
 
 
 @_rule(
     "slow rank",
-    "A rank computes at least 10 % longer than the median of the others in nearly all of 16 steps, and all others wait "
-    "for it, until it is within 5 % of them again.",
+    f"In {_SLOW_RECORDS} records in a row one rank, or the ranks of one host, computed at least {_SLOWDOWN:.0%} longer "
+    "than the median of the others, which wait for it.",
     "look at that host for another process, a power limit or a hot or throttled GPU (`nvidia-smi -q -d PERFORMANCE`); "
     "without it, or on another host, the run is faster by as much",
     only_active=True,
 )
 def _slow_ranks(run: Snapshot) -> str | None:
-    latest = {record["rank"]: record for record in run.history.after(run.history.session_start, "slow_rank")}
-    slow = sorted((record for record in latest.values() if record["slow"]), key=lambda record: -record["slowdown"])
-    if not slow:
+    names = ("speed/slowest_rank", "speed/compute_s_slowest", "speed/compute_s")
+    ranks, slowest, others = (run.history.recent(name, _SLOW_RECORDS, session=True) for name in names)
+    if not len(ranks) == len(slowest) == len(others) == _SLOW_RECORDS or min(others) <= 0:
         return None
-    names = [
-        f"rank {record['rank']} on {record['host']} ({record['slowdown']:.0%}, since step {record['step']})"
-        for record in slow[:_MAX_NAMES]
-    ]
-    more = f" and {len(slow) - _MAX_NAMES} more" if len(slow) > _MAX_NAMES else ""
-    return f"slower than the median of the other ranks, which wait: {', '.join(names)}{more}"
+    slowdown = min(time / other - 1 for time, other in zip(slowest, others, strict=True))
+    hosts = {number: rank["host"] for number, rank in enumerate(run.history.startup.get("ranks", []))}
+    slow_hosts = {hosts.get(int(rank), "an unknown host") for rank in ranks}
+    # On one host, noise makes now one rank the slowest and now another.
+    is_one = len({*ranks}) == 1 or (len(slow_hosts) == 1 and len({*hosts.values()}) > 1)
+    if slowdown < _SLOWDOWN or not is_one:
+        return None
+    name = " and ".join(f"{rank:g}" for rank in sorted({*ranks}))
+    return f"rank {name} on {slow_hosts.pop()} is {slowdown:.0%} slower than the median of the others, which wait"
 
 
 @_rule(

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.zero import ZeroEngine
-from mmldlm.trainer.step_log import StepResult, StepTotals
+from mmldlm.trainer.step_numbers import StepResult, StepTotals
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
 

@@ -20,7 +20,7 @@ from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.flight_recorder import collectives
 from mmldlm.errors import exit_process
-from mmldlm.trainer.step_log import StepResult
+from mmldlm.trainer.step_numbers import StepResult
 from mmldlm.trainer.trainer import Trainer
 
 facts: dict[str, Any] = {"steps": []}

@@ -25,7 +25,7 @@ from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.engine import Engine
 from mmldlm.errors import exit_process
-from mmldlm.trainer.step_log import StepResult, StepTotals
+from mmldlm.trainer.step_numbers import StepResult, StepTotals
 from mmldlm.trainer.trainer import Trainer
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -75,14 +75,14 @@ class FaultyTrainer(Trainer):
         super().__enter__()
         facts["digests"].append(digest(self.engine))
         self.engine.unwrapped_model.text_out.register_forward_pre_hook(poison)
-        self.log.defer_fetch = LATE
-        fetch = self.log.fetch
+        self.numbers.defer_fetch = LATE
+        fetch = self.numbers.fetch
 
         def watched_fetch() -> None:
-            facts["fetched"] += [step.step for step in self.log.pending][-1:]
+            facts["fetched"] += [step.step for step in self.numbers.pending][-1:]
             fetch()
 
-        self.log.fetch = watched_fetch  # type: ignore[method-assign]
+        self.numbers.fetch = watched_fetch  # type: ignore[method-assign]
         return self
 
     @property

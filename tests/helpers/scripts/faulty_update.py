@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mmldlm.batch import Batch
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.trainer.step_log import StepResult
+from mmldlm.trainer.step_numbers import StepResult
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
 

@@ -70,7 +70,7 @@ class WatchedTrainer(Trainer):
 
     def __enter__(self) -> WatchedTrainer:
         super().__enter__()
-        self.log.defer_fetch = True
+        self.numbers.defer_fetch = True
         return self
 
 

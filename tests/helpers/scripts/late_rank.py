@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.trainer.step_log import StepTotals
+from mmldlm.trainer.step_numbers import StepTotals
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
 from tests.helpers.waiting import wait_until

@@ -23,7 +23,7 @@ class ReplayingTrainer(Trainer):
 
 
 setup.why_no_graphs = lambda *_: ""
-host_graphs = HostGraphs(lambda: trainers[0].engine.gradients())
+host_graphs = HostGraphs(lambda: trainers[0].engine.local_gradients())
 graphs.CudaGraphs = lambda: host_graphs  # type: ignore[assignment, misc]
 status = train.main(trainer_cls=ReplayingTrainer)
 if os.environ.get("RANK", "0") == "0":

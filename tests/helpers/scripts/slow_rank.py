@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from mmldlm.trainer.step_log import StepResult
+from mmldlm.trainer.step_numbers import StepResult
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.trainer_scripts import train_and_exit
 

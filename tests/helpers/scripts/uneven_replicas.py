@@ -10,7 +10,7 @@ from typing import Any
 from mmldlm import train
 from mmldlm.distributed.grad_scaler import to_local
 from mmldlm.errors import exit_process
-from mmldlm.trainer.step_log import StepResult
+from mmldlm.trainer.step_numbers import StepResult
 from mmldlm.trainer.trainer import Trainer
 
 norms: list[float] = []

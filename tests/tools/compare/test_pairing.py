@@ -13,7 +13,7 @@ import torch
 from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
-from mmldlm.run.factory import build_objective, corrupt_step
+from mmldlm.run.factory import build_corruption, build_objective
 from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.tools.compare import command as compare
@@ -33,7 +33,7 @@ def draws(config: RunConfig, step: int = 1) -> dict[str, Any]:
     loader = Loader(store, "train", data, config.run.seed, lambda _: config.train.batch_at(0, 1), 0, 1)
     size = config.train.batch_at(step, 1)
     batches = loader.read(config.train.samples_before(step), size, 0)
-    noised = corrupt_step(config, build_objective(config, store.manifest), step, size.global_batch_size, batches)
+    noised = build_corruption(config, build_objective(config, store.manifest))(step, batches)
     return {
         "samples": [sample for batch in batches for sample in batch.sample_ids],
         "tensors": [(name, value) for batch in noised for name, value in batch.tensors().items()],

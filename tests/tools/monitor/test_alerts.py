@@ -63,8 +63,10 @@ def speeds(*phases: tuple[int, float, float | None]) -> list[Values]:
     )
 
 
-def slow(rank: int, step: int, is_slow: bool = True, by: float = 0.2) -> Values:
-    return record("slow_rank", step, rank=rank, host=f"node{rank}", slow=is_slow, slowdown=by)
+def slow(*ranks: int, by: float = 0.2) -> list[Values]:
+    """Records in which these ranks are the slowest, one after the other."""
+    slowest = {"speed__slowest_rank": lambda step: ranks[step - 1], "speed__compute_s_slowest": 1 + by}
+    return train(1, len(ranks), speed__compute_s=1.0, **slowest)
 
 
 def mirrored(*steps: int) -> list[Values]:
@@ -80,6 +82,7 @@ RESUME = record("resume", 40, total_steps=1000)
 MIRROR = {"config": {"checkpoint": {"mirror": "s3://b"}}}
 MEMORY = {"startup": {"ranks": [{"host": "a", "pid": 1, "device": "cuda:0", "device_memory_mib": 1000.0}]}}
 HOST_MEMORY = {"startup": {"ranks": [{"host": "a", "pid": 1, "host_memory_mib": 1000.0}]}}
+NODES = {"startup": {"ranks": [{"host": host, "pid": 1} for host in "aabb"]}}
 QUIET, LOADED, SLOW = (40, 5000.0, 0.1), (10, 500.0, 2.0), (10, 500.0, 0.2)
 
 # What is in the folder of a run, and what its only alert says: name and words; nothing if there is none.
@@ -186,15 +189,13 @@ CASES: dict[str, tuple[list[Values], dict[str, Any], str, str]] = {
         "4 checkpoints are newer than the newest copy, of step 10",
     ),
     "mirror is a little late": ([*saved(10, 20, 30, 40), *mirrored(10)], MIRROR, "", ""),
-    "slow ranks": (
-        [*train(1, 50), slow(1, 20), slow(3, 30, by=0.5)],
-        {},
-        "slow rank",
-        "rank 3 on node3 (50%, since step 30), rank 1 on node1 (20%, since step 20)",
-    ),
-    "slow rank recovered": ([*train(1, 50), slow(1, 20), slow(1, 30, is_slow=False, by=0.01)], {}, "", ""),
-    "slow rank of an earlier session": ([*train(1, 40), slow(1, 20), slow(2, 40), RESUME], {}, "", ""),
-    "slow rank of a failed run": ([slow(1, 20)], {"exit": exited(0, 1)}, "failed", ""),
+    "slow rank": (slow(1, *[3] * 5, by=0.5), NODES, "slow rank", "rank 3 on b is 50% slower"),
+    "slow host": (slow(1, *[2, 3, 3, 2, 3]), NODES, "slow rank", "rank 2 and 3 on b is 20% slower"),
+    "slow ranks of two hosts": (slow(1, *[1, 3, 3, 2, 3]), NODES, "", ""),
+    "slow ranks of the only host": (slow(1, *[1, 0, 1, 1, 1]), {"startup": {"ranks": [{"host": "a"}] * 2}}, "", ""),
+    "slow rank recovered": (slow(*[1] * 9) + slow(*[1] * 10, by=0.05)[9:], NODES, "", ""),
+    "slow rank of an earlier session": ([*slow(*[1] * 40), RESUME], {}, "", ""),
+    "slow rank of a failed run": (slow(*[1] * 9), {"exit": exited(0, 1)}, "failed", ""),
     "data-bound": (train(1, 11, speed__data_wait_s=0.5), {}, "data-bound", "25% of a step is waiting for data; raise"),
     "data-bound a little": (train(1, 11, speed__data_wait_s=0.3), {}, "", ""),
     "data-bound at first": (train(1, 10, speed__data_wait_s=0.5), {}, "", ""),
