@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import attention as flash
 
 from mmldlm.batch import Batch, PackedLayout
@@ -20,11 +19,10 @@ from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import ON_HOST, NoisedBatch, Objective
-from mmldlm.model.attention import AMPERE, AttentionConfig, Backend, resolve_backend
+from mmldlm.model.attention import AMPERE, Backend, resolve_backend
 from mmldlm.model.mmdit import DTYPES, MMDiT, Precision
 from mmldlm.model.parts import freeze_parts
 from mmldlm.run.compatibility import data_shape
-from mmldlm.utils.meta_device import materialize
 from mmldlm.utils.packed_tensors import PackedTensors
 
 log = logging.getLogger(__name__)
@@ -95,15 +93,6 @@ def describe_attention(backend: object) -> str:
 
 def _precision(config: RunConfig) -> Precision:
     return "fp32" if config.precision == "auto" else config.precision  # auto: no launcher has resolved it
-
-
-def build_fake_model(config: RunConfig, manifest: Manifest) -> MMDiT:
-    """Return the network on fake tensors, which have shapes but no memory, to find out what a step takes."""
-    # Fake tensors are on the CPU; grouped attention has the same matrix products as others and saves the same tensors.
-    model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), manifest, "cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        materialize(model, "cpu")
-    return model
 
 
 def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
