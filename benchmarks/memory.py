@@ -33,8 +33,7 @@ from mmldlm.data.store import Store
 from mmldlm.distributed.launch import SINGLE, read_launcher_env
 from mmldlm.errors import UsageError
 from mmldlm.train import train_step
-from mmldlm.trainer.engine_memory import MIB, Sharding, rank_memory
-from mmldlm.trainer.memory_estimate import estimate
+from mmldlm.trainer.memory import MIB, Sharding, estimate, rank_memory
 from mmldlm.trainer.trainer import Trainer
 
 BOUND = 0.1

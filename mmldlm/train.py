@@ -115,7 +115,7 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
             raise
         return error.exit_code  # the first process of the node says it
     if options.gpus:
-        from mmldlm.trainer.engine_choice import Gpus, print_choices
+        from mmldlm.trainer.dry_run import Gpus, print_choices
 
         gpus = Gpus.parse(options.gpus, 1 if options.nodes is None else options.nodes)
         print_choices(config, gpus, [options.config, *options.overrides])

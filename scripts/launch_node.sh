@@ -6,8 +6,7 @@
 #
 # --check starts all processes, compares config, data, versions and run folder, times an all-reduce, and ends.
 #
-# ENGINE           ddp, fsdp2, fsdp2_hsdp (a replica on each node), zero1, zero2, zero3, zero3_hpz, zero2_offload or
-#                  zero3_offload
+# ENGINE           a file of accelerate_configs/ without .yaml, such as ddp, fsdp2, fsdp2_hsdp (a replica on each node)
 # NPROC_PER_NODE   processes on each node: as many as it has GPUs
 # NNODES           nodes; default 1
 # NODE_RANK        number of this node, from 0

@@ -81,7 +81,7 @@ class TrainConfig:
     auto_micro_batch: bool = setting(
         False,
         "before the first step, halve the micro-batches on all ranks until the largest of the run fit in memory; costs "
-        "some forward and backward passes at the start, or under fsdp2 and zero3 an estimate",
+        "some forward and backward passes at the start; not under fsdp2 and zero3",
         advice="If the longest samples of a store are rare, and the run is unattended",
     )
 

@@ -29,6 +29,10 @@ EXCLUDED = {
         (FSDP2, *ZERO_ENGINES),
         "a recorded pass would have to contain the collectives",
     ),
+    "train.auto_micro_batch: true": (
+        WEIGHT_SHARDING_ENGINES,
+        "no rank can try a micro-batch alone: `mmldlm train CONFIG --dry-run --gpus 8x80GB` estimates which fit",
+    ),
 }
 
 

@@ -90,7 +90,7 @@ class ModelFlops:
         # Scores and weighted values: two products of `width` multiply-adds for each pair and block.
         return cls(**flops, pair=2 * 2 * config.width * config.depth)
 
-    def step_flops(self, tokens: int, masked_tokens: int, samples: int, latent_tokens: int, pairs: int) -> float:
+    def step_flops(self, tokens: float, masked_tokens: float, samples: int, latent_tokens: int, pairs: float) -> float:
         """Return the FLOPs of forward and backward pass.
 
         Args:

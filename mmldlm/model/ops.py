@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 
 EPSILON = 1e-6
 CHUNK_NUMEL = 2**17  # elements per chunk and thread: 512 KiB in float32
-MAX_FAKE_CHUNKS = 16  # chunks of a fake tensor: more of them only cost time, and the memory of each is already small
 TILE_ROWS = 16  # rows of a tile. One program of a kernel processes a tile, and writes one row of sums to add up
 _assumed_device: str | None = None  # not a `ContextVar`, which would break compiled regions in two
 _gpu_kernels: dict[str, Any] = {}  # by type of device: the module, once `load_gpu_kernels` has run one of its kernels
@@ -72,7 +71,7 @@ def memory_saving(function: type[Function]) -> Callable[[Callable[P, Tensor]], C
 
 @contextmanager
 def assume_device(device_type: str) -> Iterator[None]:
-    """Compute on fake tensors, which are on the CPU, with the operators for a device of `device_type`."""
+    """Compute with the operators for a device of `device_type`, for tests on a CPU."""
     global _assumed_device
     before, _assumed_device = _assumed_device, device_type
     try:
@@ -155,8 +154,6 @@ def _row_chunks(*tensors: Any) -> Iterable[tuple[Any, ...]]:
     if not runs_on_cpu(first) or any(tensor is None for tensor in tensors):
         return [tensors]
     size = CHUNK_NUMEL * torch.get_num_threads()
-    if _assumed_device is not None:
-        size = max(size, first.numel() // MAX_FAKE_CHUNKS)
     if first.numel() <= size:
         return [tensors]
     rows = max(1, size * len(first) // first.numel())

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from functools import cache, partial
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import attention as flash
 
 from mmldlm.config import RunConfig
@@ -16,11 +14,10 @@ from mmldlm.diffusion.corruption import Corruption, StaticSizes
 from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.objective import Objective
-from mmldlm.model.attention import AMPERE, AttentionConfig, Backend, resolve_backend
+from mmldlm.model.attention import AMPERE, Backend, resolve_backend
 from mmldlm.model.mmdit import DTYPES, MMDiT, Precision
 from mmldlm.model.parts import freeze_parts
 from mmldlm.run.compatibility import data_shape
-from mmldlm.utils.meta_device import materialize
 
 log = logging.getLogger(__name__)
 
@@ -87,15 +84,6 @@ def describe_attention(backend: object) -> str:
 
 def _precision(config: RunConfig) -> Precision:
     return "fp32" if config.precision == "auto" else config.precision  # auto: no launcher has resolved it
-
-
-def build_fake_model(config: RunConfig, manifest: Manifest) -> MMDiT:
-    """Return the network on fake tensors, which have shapes but no memory, to find out what a step takes."""
-    # Fake tensors are on the CPU; grouped attention has the same matrix products as others and saves the same tensors.
-    model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), manifest, "cpu")
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        materialize(model, "cpu")
-    return model
 
 
 def build_objective(config: RunConfig, manifest: Manifest) -> Objective:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -50,18 +49,6 @@ def _cgroup_memory(group: Path) -> Iterator[tuple[float, float]]:
 def cuda_in_use() -> bool:
     """Return whether this process uses CUDA; it is not initialized for this, since that would create a context."""
     return torch.cuda.is_available() and torch.cuda.is_initialized()
-
-
-def free_memory_mib(device: torch.device, processes: int = 1) -> float:
-    """Return the memory that this process, one of `processes` on the host, may still allocate on `device`."""
-    if device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return (torch.cuda.mem_get_info(device)[0] + cached) / MIB
-    free = host_memory_mib()[1] / processes
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)  # `ulimit -v`
-    if limit == resource.RLIM_INFINITY:
-        return free
-    return min(free, max(0, limit - psutil.Process().memory_info().vms) / MIB)
 
 
 def memory_limits() -> dict[str, float]:

@@ -28,7 +28,7 @@ from mmldlm.model.attention import AttentionConfig
 from mmldlm.run.factory import attention_backend, build_meta_model, describe_attention
 from mmldlm.run.warm_start import find_source, warm_start
 from mmldlm.trainer.consistency import writable_run_folder
-from mmldlm.trainer.memory_estimate import estimate
+from mmldlm.trainer.memory import estimate
 from mmldlm.utils.printable import printable
 
 _MIB, _GIB = 2**20, 2**30
@@ -213,7 +213,7 @@ def check_disk(config: RunConfig, store: Store | None, min_free_gib: float) -> F
     if store is not None:
         # One more than are kept, since a new one is complete before an old one is removed.
         count = config.checkpoint.retention.max_checkpoints(config.train.steps) + 1
-        checkpoints = count * estimate(config, store, 1, steps_per_stage=1).checkpoint_mib * _MIB
+        checkpoints = count * estimate(config, store, 1).checkpoint_mib * _MIB
         with suppress(OSError):  # a running run may remove some in the meantime
             # Checkpoints of an earlier start are among those that the run keeps, and take their space already.
             checkpoints -= sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))

@@ -17,8 +17,7 @@ from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.distributed.memory_probe import is_out_of_memory
 from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StorageError, exit_code_and_cause
 from mmldlm.telemetry.profiler import write_memory_history
-from mmldlm.trainer.engine_memory import MIB, Sharding, rank_memory
-from mmldlm.trainer.memory_estimate import estimate
+from mmldlm.trainer.memory import MIB, Sharding, estimate, rank_memory
 from mmldlm.utils.files import is_at
 from mmldlm.utils.short_repr import truncate
 
@@ -90,7 +89,7 @@ def _out_of_memory(error: Exception, config: RunConfig, step: int, launch: Launc
     train = config.train
     size = train.batch_at(step, launch.world_size)
     key = "micro_batch_tokens" if size.micro_batch_tokens else "micro_batch_size"
-    auto = "" if train.auto_micro_batch else " or set train.auto_micro_batch=true"
+    auto = "" if train.auto_micro_batch or engine.shards_parameters else " or set train.auto_micro_batch=true"
     return ConfigError(
         f"train.{key}: rank {launch.rank} ran out of memory after step {step:,}; expected less than "
         f"{getattr(size, key):,}, which changes no curve: lower it{auto}, or memory.activation_checkpointing=full "
@@ -104,7 +103,7 @@ def _memory_history(config: RunConfig, launch: LauncherEnv, engine: Engine) -> s
         return ""
     try:
         written = write_memory_history(Path(config.run.dir), launch.rank)
-        needed = estimate(config, Store.open(config.data.path), launch.world_size, steps_per_stage=1).step
+        needed = estimate(config, Store.open(config.data.path), launch.world_size).step
         peak = rank_memory(needed, Sharding(engine.name, config.precision, launch.world_size, launch.replicas)).peak
     except Exception as failure:  # which must not hide that memory ran out
         return f"; profile.memory_history: {truncate(str(failure))}"

@@ -50,6 +50,7 @@ def requested_features(config: RunConfig) -> list[str]:
         f"precision: {config.precision}",
         f"compile.scope: {config.compile.scope}",
         f"compile.graphs: {str(config.compile.graphs).lower()}",
+        f"train.auto_micro_batch: {str(config.train.auto_micro_batch).lower()}",
     ]
 
 

@@ -206,53 +206,48 @@ def _describe_ema(config: EmaConfig) -> str:
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
     """Return the start-up report as lines for a terminal."""
-    hosts = sorted({rank["host"] for rank in report["ranks"]})
-    devices = sorted({rank["name"] for rank in report["ranks"]})
-    versions = report["versions"]
+    hosts, devices = (", ".join(sorted({rank[key] for rank in report["ranks"]})) for key in ("host", "name"))
     threads = sorted({f"{rank['threads']} a process, {rank['threads_reason']}" for rank in report["ranks"]})
-    processes = f"{report['world_size']} process{'es' * (report['world_size'] > 1)}"
-    processes += f", {report['sharding']}" if report["sharding"] else ""
+    count, versions = report["world_size"], report["versions"]
+    processes = f"{count} process{'es' * (count > 1)}" + (f", {report['sharding']}" if report["sharding"] else "")
+    packages = ", ".join(f"{name} {versions.get(name)}" for name in ("torch", "accelerate", "deepspeed", "python"))
 
     def batch(sizes: Mapping[str, Any]) -> str:
-        whole, processes, tokens = sizes["global_batch_size"], report["world_size"], sizes["micro_batch_tokens"]
+        whole, tokens = sizes["global_batch_size"], sizes["micro_batch_tokens"]
         if tokens:
-            return f"{whole} samples = {processes} processes x micro-batches of up to {tokens:,} tokens"
-        return f"{whole} samples = {processes} x {sizes['micro_batch_size']} x {sizes['accumulation']}"
+            return f"{whole} samples = {count} processes x micro-batches of up to {tokens:,} tokens"
+        return f"{whole} samples = {count} x {sizes['micro_batch_size']} x {sizes['accumulation']}"
 
     factors = "" if report["micro_batch_tokens"] else " (processes x micro-batch x accumulation)"
-    lines = [
-        f"engine       {report['engine']}, {processes} on {', '.join(hosts)} ({', '.join(devices)}), "
-        f"started by {report['launcher']}",
-        f"threads      {'; '.join(threads)}",
-        f"model        {report['parameters_total']:,} parameters, {report['parameters_trainable']:,} trained, "
-        f"{report['precision']}, attention {report['attention']}, "
-        f"activation checkpointing {report['activation_checkpointing']}",
-        *([f"compile      {report['compile']}"] if report["compile"] != "none" else []),
-        f"batch        {batch(report)}{factors}",
-        *(
-            f"             {batch(sizes)} from step {step} on, peak rate {sizes['peak_lr']:.4g}"
-            for step, sizes in report["batch_schedule"].items()
-        ),
-        f"optimizer    {report['optimizer']}; data: {report['data_order']}",
-        f"rate         {report['learning_rate']}",
-    ]
-    if report["ema"] != "none":
-        lines.append(f"ema          {report['ema']}")
-    lines += [
-        f"{'data' if not number else '':<12} {store['share']:.2%} from {store['name']}: {store['samples']:,} samples, "
-        f"read {store['epochs']:.3g} times"
-        for number, store in enumerate(report["mixture"])
-    ]
-    if report["world_size"] > 1:
-        lines.append(f"timeout      {report['timeouts']['collective_s']:g} s for a collective")
-    lines.append(
-        f"versions     mmldlm {versions.get('mmldlm')} {report['git']}".rstrip()
-        + f", torch {versions.get('torch')}, accelerate {versions.get('accelerate')}, "
-        f"deepspeed {versions.get('deepspeed')}, python {versions.get('python')}"
-    )
+    rows = {  # lines by their label
+        "engine": [f"{report['engine']}, {processes} on {hosts} ({devices}), started by {report['launcher']}"],
+        "threads": ["; ".join(threads)],
+        "model": [
+            f"{report['parameters_total']:,} parameters, {report['parameters_trainable']:,} trained, "
+            f"{report['precision']}, attention {report['attention']}, "
+            f"activation checkpointing {report['activation_checkpointing']}"
+        ],
+        "compile": [report["compile"]] * (report["compile"] != "none"),
+        "batch": [
+            f"{batch(report)}{factors}",
+            *(
+                f"{batch(sizes)} from step {step} on, peak rate {sizes['peak_lr']:.4g}"
+                for step, sizes in report["batch_schedule"].items()
+            ),
+        ],
+        "optimizer": [f"{report['optimizer']}; data: {report['data_order']}"],
+        "rate": [report["learning_rate"]],
+        "ema": [report["ema"]] * (report["ema"] != "none"),
+        "data": [
+            f"{store['share']:.2%} from {store['name']}: {store['samples']:,} samples, read {store['epochs']:.3g} times"
+            for store in report["mixture"]
+        ],
+        "timeout": [f"{report['timeouts']['collective_s']:g} s for a collective"] * (count > 1),
+        "versions": [f"mmldlm {versions.get('mmldlm')} {report['git']}".rstrip() + f", {packages}"],
+    }
+    lines = [f"{'' if index else label:<13}{line}" for label, part in rows.items() for index, line in enumerate(part)]
     lines += [f"notice       {notice}" for notice in report["notices"]]
-    lines += [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
-    return lines
+    return lines + [f"warning      left out: {sample}" for sample in report["skipped_samples"]]
 
 
 def write_run_files(run_dir: Path, config: RunConfig, store: Store, report: Mapping[str, Any]) -> None:

@@ -96,6 +96,13 @@ def outcome(read: Callable[[], LauncherEnv]) -> LauncherEnv | ConfigError:
 
 
 @pytest.mark.quick
+def test_docs_name_every_shipped_file() -> None:
+    engines = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+    missing = [path.name for path in (ROOT / "accelerate_configs").glob("*") if f"`{path.name}`" not in engines]
+    assert not missing, f"docs/engines.md: the table of engines lacks {', '.join(missing)}"
+
+
+@pytest.mark.quick
 def test_no_committed_file_is_left_out() -> None:
     assert {path.stem for path in FOLDER.glob("*")} | QUESTIONNAIRES.keys() | {"config_default"} == FILES.keys()
 

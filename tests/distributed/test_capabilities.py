@@ -44,6 +44,7 @@ def test_unsupported_features_are_refused(engine: str) -> None:
         (["precision=fp16"], not engine.startswith("zero")),
         (["precision=bf16"], True),
         (["compile.scope=regional"], not engine.startswith("zero3")),
+        (["train.auto_micro_batch=true"], not engine.startswith(("fsdp2", "zero3"))),
     ]:
         config = load_config(None, settings)
         if runs:

@@ -13,7 +13,7 @@ from mmldlm.data.batch_schedule import TrainConfig
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError
 from mmldlm.tools.runs import History
-from mmldlm.trainer.engine_choice import (
+from mmldlm.trainer.dry_run import (
     GPU_HOURS_BETWEEN_FAILURES,
     Choice,
     Gpus,

@@ -11,8 +11,7 @@ import pytest
 from mmldlm.config import load_config
 from mmldlm.data.store import Store
 from mmldlm.distributed.launch import ENGINES
-from mmldlm.trainer.engine_memory import RankMemory, Sharding, StepMemory, rank_memory
-from mmldlm.trainer.memory_estimate import estimate
+from mmldlm.trainer.memory import RankMemory, Sharding, StepMemory, estimate, rank_memory
 from tests.helpers.forked_runs import ForkedRuns
 
 quick = pytest.mark.quick
@@ -68,24 +67,19 @@ def test_muon_saves_a_moment_of_its_matrices() -> None:
     assert (memory("ddp", million, "bf16").state, memory("fsdp2", million).state) == (12, 3)
 
 
-# A block of a quarter million parameters and as many outside; 100 MiB of activations meet 1 MiB of gradients.
-STEP = StepMemory(
-    2**20, [(2**20,)], 2**18, 2**18, peak={"activations": 100 * 2**20, "gradients": 2**20}, working=101 * 2**20
-)
+# A block of a quarter million parameters and as many outside; 100 MiB of activations meet no gradients.
+STEP = StepMemory(2**20, [(2**20,)], 2**18, 2**18, activations=100 * 2**20)
 
 
 @quick
 @pytest.mark.parametrize(
     ("engine", "beside", "accumulating"),
     [
-        ("ddp", 101, 4),  # gradients of earlier micro-batches beside the buckets
-        ("zero1", 100 - (4 - 1), 4 - 1),  # without gradients that are not there yet
-        ("zero2", 100 - (4 - 1) / 4, (4 - 1) / 4),
-        (
-            "fsdp2",
-            100 + 4 * (1 / 4 + 3 / 4) - (4 - 1) / 4,
-            4 - 1 / 4,
-        ),  # gathered blocks; accumulated gradients are whole
+        ("single", 100 - 4, 4),  # without gradients that are not there yet
+        ("ddp", 100, 4),  # gradients of earlier micro-batches beside the buckets
+        ("zero1", 100 - 4, 4),
+        ("zero2", 100 - 4 / 4, 4 / 4),
+        ("fsdp2", 100 + 4 * (1 / 4 + 3 / 4) - 4 / 4, 4),  # gathered blocks; accumulated gradients are whole
         ("zero3", 100 + 4 * (1 + 1 / 4) + 2 * 4 - 1, 1),  # all is gathered; two buckets
         ("zero3_offload", 100 + 4 * (1 + 1 / 4) + 2 * 4, 0),
     ],
@@ -93,41 +87,36 @@ STEP = StepMemory(
 def test_what_is_beside_the_state_when_activations_are_largest(engine: str, beside: float, accumulating: float) -> None:
     result = memory(engine, STEP)
     assert result.peak - result.state == beside
-    all_there = replace(STEP, accumulates=True, peak={**STEP.peak, "gradients": 4 * 2**20})
-    more = memory(engine, all_there).peak - result.peak
+    more = memory(engine, replace(STEP, has_gradients=True)).peak - result.peak
     assert more == accumulating
+    alone = memory("zero3", STEP, world_size=1)  # has all weights, and gathers none
+    assert alone.peak - alone.state == 100 + 4 * (0 + 1 / 4) + 2 * 4 - 4
 
 
 @quick
 def test_what_is_beside_the_state_at_the_end_of_backward() -> None:
-    """No activations any more: buckets, and under fsdp2 a block's gradients in both types."""
-    step = replace(STEP, peak={"gradients": 4 * 2**20}, working=0)
-    beside = {engine: memory(engine, step).peak - memory(engine, step).state for engine in ENGINES}
-    assert beside["zero1"] == beside["zero2"] == 4
+    """No activations any more: buckets, under fsdp2 a block's gradients in both types, and the update's temporaries."""
+    step = replace(STEP, activations=0, update=2**20)
+    beside = {engine: memory(engine, step).peak - memory(engine, step).state for engine in ("single", *ENGINES)}
+    assert beside["single"] == 1 and beside["zero1"] == beside["zero2"] == 4
     assert beside["fsdp2"] == 4 + (4 + 4) * 2 / 4
     assert beside["zero3"] == 5 + 8 + 1
 
 
 @quick
-def test_buffers_of_the_engines_count() -> None:
-    def peak(engine: str, **options: int) -> float:
-        return rank_memory(STEP, Sharding(engine, "fp32", 4, **options)).peak  # type: ignore[arg-type]
-
-    assert peak("zero3", max_gathered=2**18) == peak("zero3") - 3
-    assert peak("zero3", secondary_partition=2) == peak("zero3") + 2
-    assert peak("zero3", bucket=2**18) == peak("zero3") - 6
-    alone = memory("zero3", STEP, world_size=1)  # has all weights, and gathers none
-    assert alone.peak - alone.state == 100 + 4 * (0 + 1 / 4) + 2 * 4 - 4
-    assert peak("fsdp2", reshards=False) == peak("fsdp2")
-    deep = replace(STEP, largest_block=2**16)
-    assert rank_memory(deep, Sharding("fsdp2", "fp32", 4, reshards=False)).peak > memory("fsdp2", deep).peak
+def test_one_process_by_purpose() -> None:
+    """The parts add up to the peak, with many activations and with few."""
+    for step in (STEP, replace(STEP, activations=0, update=2**20, ema=True), replace(STEP, has_gradients=True)):
+        assert sum(step.parts.values()) / 2**20 == memory("single", step, world_size=1).peak
+        assert step.parts["weights"] == 4 * 2**20 and step.parts["moments"] == 8 * 2**20
 
 
 @quick
 def test_more_sharing_needs_less() -> None:
-    peaks = [memory(engine, STEP, world_size=16).peak for engine in ("ddp", "zero1", "zero2", "fsdp2")]
+    accumulating = replace(STEP, has_gradients=True)
+    peaks = [memory(engine, accumulating, world_size=16).peak for engine in ("ddp", "zero1", "zero2", "fsdp2")]
     assert peaks[0] > peaks[1] > peaks[2] and peaks[0] > peaks[3]
-    by_replicas = [memory("fsdp2", STEP, replicas=replicas, world_size=16).peak for replicas in (1, 2, 4)]
+    by_replicas = [memory("fsdp2", accumulating, replicas=replicas, world_size=16).peak for replicas in (1, 2, 4)]
     assert by_replicas == sorted(by_replicas) and by_replicas[0] < by_replicas[-1] < peaks[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import weakref
 from pathlib import Path
@@ -16,7 +15,7 @@ from mmldlm import train
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.tools import verify
-from mmldlm.trainer.memory_fit import _halve
+from mmldlm.trainer.memory_fit import _halve, _too_large
 from tests.helpers.engine_runs import CURVE, assert_same_tensors, difference, exit_record, records
 from tests.helpers.forked_runs import ForkedRuns
 
@@ -24,10 +23,9 @@ quick = pytest.mark.quick
 SCRIPT, AUTO = "limited_memory.py", "train.auto_micro_batch=true"
 SETTINGS = ("model.depth=8", "validation.every=0", "schedule.lr=constant", "checkpoint.every_steps=0", "train.steps=4")
 # MiB of tensors, between what the largest micro-batches of 64 and of 128 samples take: 80 and 127, under ZeRO-2 with
-# its buffers 839 and 887, of which those of the estimate are 78 and 130 beside what is there at the start.
-LIMITS = {"LIMITED": "1", "LIMIT_MIB": "103", "FREE_MIB": "115"}
+# its buffers 839 and 887.
+LIMITS = {"LIMITED": "1", "LIMIT_MIB": "103"}
 ZERO2 = {**LIMITS, "LIMIT_MIB": "860"}
-ZERO3 = {**LIMITS, "LIMIT_MIB": "inf"}  # its buffers are not in proportion to so small a network
 WIDE = ("model.depth=2", "model.width=768")  # whose gradients alone take some 60 MiB
 
 
@@ -49,10 +47,7 @@ def test_one_gpu_tries_its_micro_batches(tiny_config: Path, tmp_path: Path) -> N
     [
         pytest.param("single", {**LIMITS, "LIMITED": "0"}, marks=pytest.mark.slow),
         ("ddp", LIMITS),
-        *(
-            pytest.param(engine, limits, marks=pytest.mark.slow)
-            for engine, limits in (("fsdp2", LIMITS), ("zero2", ZERO2), ("zero3", ZERO3), ("zero3_offload", ZERO3))
-        ),
+        pytest.param("zero2", ZERO2, marks=pytest.mark.slow),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -75,9 +70,6 @@ def test_micro_batches_are_halved_once_before_the_first_step(
     assert (change["before"], change["micro_batch_size"]) == (128, 64)
     log = (tmp_path / "run.log").read_text()
     assert "micro-batches of 64 samples from step 2 on fit into memory" in log
-    if engine not in ("single", "ddp", "zero2"):
-        assert change["needed_mib"] > change["usable_mib"] == 0.9 * 115 // 1 + 1
-        assert re.search(rf"rank {limited} has the least, \d+ of 104 MiB by the estimate", log)
 
     resumed, kept = tmp_path / "resumed", Path("checkpoints", "step-00000002")
     shutil.copytree(run / kept, resumed / kept)
@@ -92,9 +84,7 @@ def test_micro_batches_are_halved_once_before_the_first_step(
 BUDGET = ("train.global_batch_size=256", "train.micro_batch_size=null", "train.micro_batch_tokens=1000000")
 
 
-@pytest.mark.parametrize(
-    "engine", [pytest.param(engine, marks=pytest.mark.slow) for engine in ("fsdp2", "ddp", "zero2")]
-)
+@pytest.mark.parametrize("engine", [pytest.param(engine, marks=pytest.mark.slow) for engine in ("ddp", "zero2")])
 def test_a_budget_is_lowered_to_what_fits(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     run, given = tmp_path / "run", (parity_config, *SETTINGS, *BUDGET)
     limits = ZERO2 if engine == "zero2" else LIMITS
@@ -119,8 +109,6 @@ def test_a_budget_is_lowered_to_what_fits(engine: str, parity_config: Path, fork
         ("ddp", ("train.micro_batch_size=4",), {"LIMIT_MIB": "150"}),
         # There is room for weights, activations and gradients, but not for the moments of the first update.
         ("single", ("train.micro_batch_size=1",), {"LIMIT_MIB": "210", "LIMITED": "0"}),
-        ("fsdp2", ("train.micro_batch_size=1",), {"FREE_MIB": "60", "LIMIT_MIB": "inf"}),
-        pytest.param("zero3", ("train.micro_batch_size=1",), {"FREE_MIB": "60", "LIMIT_MIB": "inf"}),
     ],
 )
 def test_a_sample_that_does_not_fit_ends_all_ranks(
@@ -137,9 +125,17 @@ def test_a_sample_that_does_not_fit_ends_all_ranks(
     pids = forked.start(engine, arguments, limited + 1, log, SCRIPT, **limits)
     assert set(forked.wait(pids).values()) == {64}, log.read_text()[-3000:]
     cause = str(exit_record(run)["cause"])
-    assert cause.startswith("train.auto_micro_batch: a micro-batch of one sample, of ") and cause in log.read_text()
-    assert f"memory of rank {limited}" in cause and "Traceback" not in log.read_text()
-    assert ("by the estimate" in cause) == ("FREE_MIB" in limits and engine in ("fsdp2", "zero3"))
+    assert cause.startswith("train.micro_batch_size: ") and f"rank {limited}" in cause and cause in log.read_text()
+    assert "auto_micro_batch" not in cause and "Traceback" not in log.read_text()
+
+
+@quick
+@pytest.mark.parametrize(("samples", "advice"), [(3, True), (1, False)])
+def test_what_does_not_fit_says_what_to_change(samples: int, advice: bool) -> None:
+    message = str(_too_large("micro_batch_tokens", [20] * samples, rank=2))
+    assert message.startswith("train.micro_batch_tokens: ") and "rank 2" in message and str(20 * samples) in message
+    assert ("train.auto_micro_batch=true" in message) == advice and "\n" not in message
+    assert all(word in message for word in ("memory.activation_checkpointing=full", "fsdp2", "zero3_offload"))
 
 
 @pytest.mark.parametrize(

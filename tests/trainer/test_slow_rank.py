@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from mmldlm.tools.compare.run_summary import RunSummary
 from mmldlm.tools.monitor.alerts import alerts
 from mmldlm.tools.runs import History
 from tests.helpers.engine_runs import some

@@ -2,7 +2,6 @@
 
 Counted are the bytes of live tensors, which are the same on every machine, unlike the pages that a process has mapped.
 
-FREE_MIB: what that rank finds free on its host, for engines that estimate.
 FACTS=folder: each rank writes the most bytes that it held, and how many backward passes it ran beside the main thread.
 """
 
@@ -17,13 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mmldlm import train
 from mmldlm.errors import exit_process
-from mmldlm.telemetry import resources
 
 RANK = int(os.environ.get("RANK", "0"))
 LIMITED = int(os.environ.get("LIMITED", "-1")) == RANK
@@ -42,7 +39,7 @@ class Allocator(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu":
+            if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
                 self.track(tensor.untyped_storage())
         return out
 
@@ -78,9 +75,6 @@ def count_trials(*arguments: Any, **options: Any) -> None:
 
 threading.Thread.run = run_counted  # type: ignore[method-assign]
 Tensor.backward = count_trials  # type: ignore[method-assign]
-if LIMITED and "FREE_MIB" in os.environ:
-    free_mib = float(os.environ["FREE_MIB"]) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    resources.host_memory_mib = lambda: (free_mib, free_mib)
 with allocator:
     status = train.main()
 if "FACTS" in os.environ:
