@@ -14,7 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmldlm.diffusion.schedule import MAX_MODE_SCALE, PATHS, Process, TimeSampler, TimeSampling
+from mmldlm.diffusion.noise_schedule import (
+    MAX_MODE_SCALE,
+    NOISE_SCHEDULES,
+    NoiseScheduleName,
+    TimeSampler,
+    TimeSampling,
+)
 from mmldlm.settings.declaration import require_effect, setting
 
 PredictionType = Literal["epsilon", "x0", "v"]
@@ -31,7 +37,7 @@ SHIFT_NUMBERS = 64  # noise times are shifted if the latents of a text have more
 class LatentConfig:
     """Diffusion process of the latents."""
 
-    process: Process = setting("vp_cosine", "noise schedule of the latents")
+    noise_schedule: NoiseScheduleName = setting("vp_cosine", "noise schedule of the latents")
     prediction: PredictionType = setting(
         "x0",
         "prediction type of the latent head",
@@ -90,7 +96,7 @@ def per_sample(t_B: Tensor, like: Tensor) -> Tensor:
 
 
 class GaussianDiffusion:
-    """Diffusion with one path and one prediction type. The loss, the samplers and the evaluation use it.
+    """Diffusion with one noise schedule and one prediction type. The loss, the samplers and the evaluation use it.
 
     Args:
         max_norm: Upper bound of the norm of x0 estimates, for example the largest norm in the training data.
@@ -98,7 +104,7 @@ class GaussianDiffusion:
     """
 
     def __init__(self, config: LatentConfig, loss: LatentLoss, max_norm: float = math.inf, huber_delta: float = 1.0):
-        self.path = PATHS[config.process]()
+        self.noise_schedule = NOISE_SCHEDULES[config.noise_schedule]()
         self.sampler = config.sampler
         self.prediction_type = config.prediction
         self.loss_kind = loss
@@ -108,7 +114,7 @@ class GaussianDiffusion:
     def corrupt(self, x0: Tensor, epsilon: Tensor, t: Tensor) -> Tensor:
         """Return z_t = alpha x0 + sigma epsilon."""
         t = per_sample(t, x0)
-        return self.path.alpha(t) * x0 + self.path.sigma(t) * epsilon
+        return self.noise_schedule.alpha(t) * x0 + self.noise_schedule.sigma(t) * epsilon
 
     def target(self, x0: Tensor, epsilon: Tensor, t: Tensor) -> Tensor:
         """Return the target of the prediction: x0, epsilon or v."""
@@ -116,7 +122,7 @@ class GaussianDiffusion:
             return x0
         if self.prediction_type == "epsilon":
             return epsilon
-        a, b = self.path.velocity(per_sample(t, x0))
+        a, b = self.noise_schedule.velocity(per_sample(t, x0))
         return a * x0 + b * epsilon
 
     def losses(self, predicted: Tensor, target: Tensor) -> Tensor:
@@ -137,9 +143,9 @@ class GaussianDiffusion:
 
         This is the weight of Min-SNR for squared errors of x0 (arXiv 2303.09556, section 3.4), converted to the
         prediction type: min(1, gamma / SNR) for epsilon and min(SNR, gamma) sigma^2 for v. The latter is the paper's
-        min(SNR, gamma) / (SNR + 1) on variance-preserving paths.
+        min(SNR, gamma) / (SNR + 1) on schedules that preserve variance.
         """
-        signal, noise = self.path.alpha(t).square(), self.path.sigma(t).square()
+        signal, noise = self.noise_schedule.alpha(t).square(), self.noise_schedule.sigma(t).square()
         if self.prediction_type == "v":
             return torch.minimum(signal, gamma * noise)
         if self.prediction_type == "epsilon":
@@ -165,14 +171,14 @@ class GaussianDiffusion:
         estimates to the norm `max_norm`, as image models clip estimates to the range of pixels.
         """
         t = per_sample(t, z)
-        alpha, sigma = self.path.alpha(t), self.path.sigma(t)
+        alpha, sigma = self.noise_schedule.alpha(t), self.noise_schedule.sigma(t)
         predicted = self._with_target_norm(predicted, t)
         if self.prediction_type == "epsilon":
             x0 = (z - sigma * predicted) / alpha.clamp_min(ALPHA_MIN)
         elif self.prediction_type == "x0":
             x0 = predicted
         else:
-            _, b = self.path.velocity(t)
+            _, b = self.noise_schedule.velocity(t)
             # Follows from alpha b - sigma a = 1.
             x0 = b * z - sigma * predicted
         norm = x0.norm(dim=-1, keepdim=True)
@@ -187,7 +193,7 @@ class GaussianDiffusion:
         norm = math.sqrt(predicted.shape[-1])
         if self.prediction_type != "v":
             return F.normalize(predicted, dim=-1) * norm
-        a, b = self.path.velocity(t)
+        a, b = self.noise_schedule.velocity(t)
         return F.normalize(predicted, dim=-1) * norm * (a.square() + b.square()).sqrt()
 
     def guide(self, conditional: Tensor, unconditional: Tensor, t: Tensor, scale: float) -> Tensor:
@@ -203,11 +209,11 @@ class GaussianDiffusion:
     def reverse_step(self, predicted: Tensor, z: Tensor, t: Tensor, s: Tensor, sampler: LatentSampler) -> Tensor:
         """Return z at time s < t.
 
-        `ddim`: arXiv 2010.02502, eq. 12 with eta = 0. `euler`: a step along v in the path's clock.
+        `ddim`: arXiv 2010.02502, eq. 12 with eta = 0. `euler`: a step along v in the schedule's clock.
         """
         x0, epsilon = self.estimates(predicted, z, t)
         t, s = per_sample(t, z), per_sample(s, z)
         if sampler == "ddim":
-            return self.path.alpha(s) * x0 + self.path.sigma(s) * epsilon
-        a, b = self.path.velocity(t)
-        return z + (self.path.clock(s) - self.path.clock(t)) * (a * x0 + b * epsilon)
+            return self.noise_schedule.alpha(s) * x0 + self.noise_schedule.sigma(s) * epsilon
+        a, b = self.noise_schedule.velocity(t)
+        return z + (self.noise_schedule.clock(s) - self.noise_schedule.clock(t)) * (a * x0 + b * epsilon)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import PackedLayout
-from mmldlm.diffusion.schedule import MAX_MODE_SCALE, MIN_TEXT_TIME, TimeSampler
+from mmldlm.diffusion.noise_schedule import MAX_MODE_SCALE, MIN_TEXT_TIME, TimeSampler
 from mmldlm.settings.declaration import require_effect, setting
 
 TextLoss = Literal["elbo", "masked_mean"]

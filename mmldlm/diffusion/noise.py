@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import Batch
-from mmldlm.diffusion.schedule import UNIFORM, UNIFORM_TEXT, TimeSampler, stratified_times
+from mmldlm.diffusion.noise_schedule import UNIFORM, UNIFORM_TEXT, TimeSampler, stratified_times
 from mmldlm.utils.random_stream import random_stream, random_streams
 
 Mode = Literal["l2t", "t2l", "joint"]

@@ -81,7 +81,7 @@ def latent_nats(evaluation: Evaluation) -> np.ndarray:
             continue
         estimate, _ = latent.estimates(predicted.float(), noised.noised_latents, noised.t_latent)
         error = (batch.latents - estimate.cpu()).double().square().flatten(1).sum(1)
-        terms = (1 - first) * latent.path.snr_slope(t.double()) / 2 * error
+        terms = (1 - first) * latent.noise_schedule.snr_slope(t.double()) / 2 * error
         for row, start in enumerate(LATENT_TIMES):
             nats[row, batch.slots.numpy()] += torch.where(t >= start, terms, 0).numpy() / config.times
     return evaluation.sum_over_ranks(nats)

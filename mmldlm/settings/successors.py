@@ -19,7 +19,10 @@ from mmldlm.utils.short_repr import display_name, short_repr
 
 # Entries stay for good, since records need them. For the old key of a setting or group, oldest first: the new key, and
 # the version that renamed the old one.
-RENAMED: dict[str, tuple[str, str]] = {"sampling.lengths": ("sampling.tried_lengths", "0.2.0")}
+RENAMED: dict[str, tuple[str, str]] = {
+    "sampling.lengths": ("sampling.tried_lengths", "0.2.0"),
+    "latent.process": ("latent.noise_schedule", "0.2.0"),
+}
 # For a removed key: the value with which earlier versions did the same as this version, and advice.
 REMOVED: dict[str, tuple[Any, str]] = {}
 # For a setting added after 0.1.0: the value that repeats earlier versions, if the default does not.

@@ -9,8 +9,8 @@ import torch
 
 from mmldlm.diffusion.decoding import AncestralDecoder
 from mmldlm.diffusion.masked import MaskedDiffusion
-from mmldlm.diffusion.schedule import Process
-from tests.helpers.toy_pairs import MASK, PROCESSES, gaussian
+from mmldlm.diffusion.noise_schedule import NoiseScheduleName
+from tests.helpers.toy_pairs import MASK, SCHEDULE_NAMES, gaussian
 
 pytestmark = pytest.mark.quick
 
@@ -32,15 +32,18 @@ def test_share_of_masked_tokens_is_one_minus_alpha(t: float) -> None:
         assert abs(float(part.double().mean()) - share) <= share_bound(share, count)
 
 
-@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize("t", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_noised_latents_have_mean_alpha_x0_and_deviation_sigma(process: Process, t: float) -> None:
-    diffusion, count = gaussian(process, "v", "mse"), 100_000
+def test_noised_latents_have_mean_alpha_x0_and_deviation_sigma(schedule: NoiseScheduleName, t: float) -> None:
+    diffusion, count = gaussian(schedule, "v", "mse"), 100_000
     generator = torch.Generator().manual_seed(0)
     datum = torch.randn(1, 1, 2, generator=generator)
     epsilon = torch.randn(count, 1, 2, generator=generator)
     z = diffusion.corrupt(datum.expand(count, 1, 2), epsilon, torch.full((count,), t)).double()
-    alpha, sigma = (f(torch.tensor(t, dtype=torch.float64)) for f in (diffusion.path.alpha, diffusion.path.sigma))
+    alpha, sigma = (
+        f(torch.tensor(t, dtype=torch.float64))
+        for f in (diffusion.noise_schedule.alpha, diffusion.noise_schedule.sigma)
+    )
     mean_error = (z.mean(0) - alpha * datum[0]).abs().max()
     deviation_error = (z.std(0) - sigma).abs().max()
     assert mean_error <= SIGMAS * sigma / count**0.5 + 1e-6

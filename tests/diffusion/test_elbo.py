@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from mmldlm.diffusion.gaussian import LatentLoss, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion, Masks, TextConfig
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
+from mmldlm.diffusion.noise_schedule import MIN_TEXT_TIME, NoiseScheduleName
 from mmldlm.diffusion.objective import total_counts
-from mmldlm.diffusion.schedule import MIN_TEXT_TIME, Process
 from tests.helpers.toy_pairs import (
     LOSSES,
     MASK,
     PREDICTIONS,
-    PROCESSES,
+    SCHEDULE_NAMES,
     VOCAB,
     WORDS,
     PerfectDenoiser,
@@ -42,11 +42,11 @@ def uniform_words(tokens, latents, t_text, t_latent, layout, positions, targets)
 @pytest.mark.parametrize("text", ["elbo", "masked_mean"])
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 def test_a_perfect_denoiser_has_no_loss(
-    process: Process, prediction: PredictionType, loss: LatentLoss, text: str
+    schedule: NoiseScheduleName, prediction: PredictionType, loss: LatentLoss, text: str
 ) -> None:
-    latent = gaussian(process, prediction, loss)
+    latent = gaussian(schedule, prediction, loss)
     total = objective(latent, text=text)
     weights = mode_weights({"l2t": 1, "t2l": 1, "joint": 2})
     noised = total.corrupt(PAIRS, draw_noise(PAIRS, seed=0, step=0, global_batch_size=SIZE, weights=weights))

@@ -30,7 +30,7 @@ def data() -> Tensor:
 def minimizer(data: Tensor, z: Tensor, t: Tensor, prediction: PredictionType, loss: LatentLoss) -> Tensor:
     """Minimize the expected loss over the posterior of the data given z_t, for predictions [n, 1, C]."""
     process = gaussian("vp_cosine", prediction, loss, CHANNELS)
-    alpha, sigma = (float(each) for each in (process.path.alpha(t[:1]), process.path.sigma(t[:1])))
+    alpha, sigma = (float(each) for each in (process.noise_schedule.alpha(t[:1]), process.noise_schedule.sigma(t[:1])))
     epsilon = (z - alpha * data) / max(sigma, 1e-4)  # [n, data, C]
     posterior = (-0.5 * epsilon.square().sum(-1)).softmax(-1)
     points = data.expand(len(z), -1, -1)

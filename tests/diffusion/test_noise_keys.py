@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mmldlm.diffusion.noise import MODES, Mode, Noise, draw_noise, mode_weights
-from mmldlm.diffusion.schedule import MIN_TEXT_TIME, TimeSampler
+from mmldlm.diffusion.noise_schedule import MIN_TEXT_TIME, TimeSampler
 from tests.helpers.toy_pairs import MASK, objective, random_pairs, select
 
 pytestmark = pytest.mark.quick

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mmldlm.diffusion.masked import MaskedDiffusion
-from mmldlm.diffusion.schedule import PATHS, LatentPath, TimeSampler, stratified_times
-from tests.helpers.toy_pairs import PROCESSES
+from mmldlm.diffusion.noise_schedule import NOISE_SCHEDULES, NoiseSchedule, TimeSampler, stratified_times
+from tests.helpers.toy_pairs import SCHEDULE_NAMES
 
 pytestmark = pytest.mark.quick
 
@@ -17,52 +17,52 @@ GRID = torch.linspace(0, 1, 2001, dtype=torch.float64)
 INSIDE = torch.linspace(0.01, 0.99, 197, dtype=torch.float64)
 
 
-@pytest.fixture(params=PROCESSES)
-def path(request: pytest.FixtureRequest) -> LatentPath:
-    return PATHS[request.param]()
+@pytest.fixture(params=SCHEDULE_NAMES)
+def schedule(request: pytest.FixtureRequest) -> NoiseSchedule:
+    return NOISE_SCHEDULES[request.param]()
 
 
 def test_every_process_has_a_path() -> None:
-    assert set(PATHS) == set(PROCESSES)
+    assert set(NOISE_SCHEDULES) == set(SCHEDULE_NAMES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_endpoints_are_data_and_noise(path: LatentPath, dtype: torch.dtype) -> None:
+def test_endpoints_are_data_and_noise(schedule: NoiseSchedule, dtype: torch.dtype) -> None:
     ends = torch.tensor([0.0, 1.0], dtype=dtype)
-    assert path.alpha(ends).tolist() == [1, 0]
-    assert path.sigma(ends).tolist() == [0, 1]
+    assert schedule.alpha(ends).tolist() == [1, 0]
+    assert schedule.sigma(ends).tolist() == [0, 1]
 
 
-def test_noise_rises_and_signal_falls(path: LatentPath) -> None:
-    assert (path.alpha(GRID).diff() < 0).all()
-    assert (path.sigma(GRID).diff() > 0).all()
-    assert (path.clock(GRID).diff() > 0).all()
+def test_noise_rises_and_signal_falls(schedule: NoiseSchedule) -> None:
+    assert (schedule.alpha(GRID).diff() < 0).all()
+    assert (schedule.sigma(GRID).diff() > 0).all()
+    assert (schedule.clock(GRID).diff() > 0).all()
 
 
-def test_variance_preserving_paths_preserve_variance(path: LatentPath) -> None:
-    total = path.alpha(GRID) ** 2 + path.sigma(GRID) ** 2
-    flow = isinstance(path, PATHS["rectified_flow"])
+def test_variance_preserving_schedules_preserve_variance(schedule: NoiseSchedule) -> None:
+    total = schedule.alpha(GRID) ** 2 + schedule.sigma(GRID) ** 2
+    flow = isinstance(schedule, NOISE_SCHEDULES["rectified_flow"])
     torch.testing.assert_close(total, GRID**2 + (1 - GRID) ** 2 if flow else torch.ones_like(GRID))
 
 
-def test_velocity_is_the_time_derivative(path: LatentPath) -> None:
+def test_velocity_is_the_time_derivative(schedule: NoiseSchedule) -> None:
     step = 1e-6
     later, earlier = INSIDE + step, INSIDE - step
-    ticks = path.clock(later) - path.clock(earlier)
-    a, b = path.velocity(INSIDE)
-    torch.testing.assert_close(a, (path.alpha(later) - path.alpha(earlier)) / ticks, rtol=0, atol=1e-7)
-    torch.testing.assert_close(b, (path.sigma(later) - path.sigma(earlier)) / ticks, rtol=0, atol=1e-7)
+    ticks = schedule.clock(later) - schedule.clock(earlier)
+    a, b = schedule.velocity(INSIDE)
+    torch.testing.assert_close(a, (schedule.alpha(later) - schedule.alpha(earlier)) / ticks, rtol=0, atol=1e-7)
+    torch.testing.assert_close(b, (schedule.sigma(later) - schedule.sigma(earlier)) / ticks, rtol=0, atol=1e-7)
 
 
-def test_slope_of_the_signal_to_noise_ratio(path: LatentPath) -> None:
+def test_slope_of_the_signal_to_noise_ratio(schedule: NoiseSchedule) -> None:
     step = 1e-6
-    earlier, later = ((path.alpha(t) / path.sigma(t)) ** 2 for t in (INSIDE - step, INSIDE + step))
-    torch.testing.assert_close(path.snr_slope(INSIDE), (earlier - later) / (2 * step), rtol=1e-6, atol=1e-8)
+    earlier, later = ((schedule.alpha(t) / schedule.sigma(t)) ** 2 for t in (INSIDE - step, INSIDE + step))
+    torch.testing.assert_close(schedule.snr_slope(INSIDE), (earlier - later) / (2 * step), rtol=1e-6, atol=1e-8)
 
 
-def test_velocity_and_state_determine_data_and_noise(path: LatentPath) -> None:
-    a, b = path.velocity(GRID)
-    torch.testing.assert_close(path.alpha(GRID) * b - path.sigma(GRID) * a, torch.ones_like(GRID))
+def test_velocity_and_state_determine_data_and_noise(schedule: NoiseSchedule) -> None:
+    a, b = schedule.velocity(GRID)
+    torch.testing.assert_close(schedule.alpha(GRID) * b - schedule.sigma(GRID) * a, torch.ones_like(GRID))
 
 
 def test_elbo_weight_is_minus_alpha_prime_over_masked_share() -> None:

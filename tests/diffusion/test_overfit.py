@@ -1,4 +1,4 @@
-"""64 memorized pairs are sampled back in both directions, with every process, prediction type and loss."""
+"""64 memorized pairs are sampled back in both directions, with every schedule, prediction type and loss."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from mmldlm.diffusion.gaussian import LatentConfig, LatentLoss, LatentSampler, PredictionType
 from mmldlm.diffusion.noise import Mode, Noise, draw_noise, mode_weights
+from mmldlm.diffusion.noise_schedule import NoiseScheduleName
 from mmldlm.diffusion.objective import Objective
 from mmldlm.diffusion.sampling import Generation, Sampler, SamplingConfig
-from mmldlm.diffusion.schedule import Process
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
 from tests.helpers.small_model import initialize
 from tests.helpers.toy_pairs import (
@@ -77,9 +77,11 @@ def learned_by_heart(total: Objective, steps: int, share: float) -> MMDiT:
     return model.eval()
 
 
-def memorize(process: Process, prediction: PredictionType, loss: LatentLoss) -> tuple[float, dict[str, float]]:
+def memorize(
+    schedule: NoiseScheduleName, prediction: PredictionType, loss: LatentLoss
+) -> tuple[float, dict[str, float]]:
     """Token accuracy of l2t and, by sampler, mean cosine of t2l after learning the 64 pairs."""
-    latent = gaussian(process, prediction, loss, CHANNELS)
+    latent = gaussian(schedule, prediction, loss, CHANNELS)
     total = objective(latent, latent_weight=1.0)
     model = learned_by_heart(total, *RECIPES[prediction])
 
@@ -98,10 +100,12 @@ def memorize(process: Process, prediction: PredictionType, loss: LatentLoss) -> 
 
 
 @pytest.mark.parametrize(
-    ("process", "prediction", "loss"),
+    ("schedule", "prediction", "loss"),
     [pytest.param(*names, marks=[] if names in COVERING else pytest.mark.slow) for names in COMBINATIONS],
 )
-def test_memorized_pairs_are_sampled_back(process: Process, prediction: PredictionType, loss: LatentLoss) -> None:
-    accuracy, cosines = memorize(process, prediction, loss)
+def test_memorized_pairs_are_sampled_back(
+    schedule: NoiseScheduleName, prediction: PredictionType, loss: LatentLoss
+) -> None:
+    accuracy, cosines = memorize(schedule, prediction, loss)
     assert accuracy >= 0.95
     assert min(cosines.values()) >= 0.95

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 
 from mmldlm.diffusion.gaussian import ALPHA_MIN, SIGMA_MIN, LatentLoss, PredictionType
-from mmldlm.diffusion.schedule import Process
-from tests.helpers.toy_pairs import COMBINATIONS, PREDICTIONS, PROCESSES, gaussian
+from mmldlm.diffusion.noise_schedule import NoiseScheduleName
+from tests.helpers.toy_pairs import COMBINATIONS, PREDICTIONS, SCHEDULE_NAMES, gaussian
 
 pytestmark = pytest.mark.quick
 
 CHANNELS = 8
-every_combination = pytest.mark.parametrize(("process", "prediction", "loss"), COMBINATIONS)
+every_combination = pytest.mark.parametrize(("schedule", "prediction", "loss"), COMBINATIONS)
 
 
 def orthogonal_pair(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,12 +29,12 @@ def orthogonal_pair(count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tens
 
 @every_combination
 def test_correct_prediction_recovers_data_and_noise(
-    process: Process, prediction: PredictionType, loss: LatentLoss
+    schedule: NoiseScheduleName, prediction: PredictionType, loss: LatentLoss
 ) -> None:
     """A cosine-trained prediction may have any magnitude, since data and noise have known norms."""
-    diffusion = gaussian(process, prediction, loss, CHANNELS)
+    diffusion = gaussian(schedule, prediction, loss, CHANNELS)
     t = torch.linspace(0, 1, 101, dtype=torch.float64)
-    t = t[(diffusion.path.alpha(t) > 2 * ALPHA_MIN) & (diffusion.path.sigma(t) > 2 * SIGMA_MIN)]
+    t = t[(diffusion.noise_schedule.alpha(t) > 2 * ALPHA_MIN) & (diffusion.noise_schedule.sigma(t) > 2 * SIGMA_MIN)]
     assert len(t) > 90
     x0, epsilon = orthogonal_pair(len(t))
     predicted = diffusion.target(x0, epsilon, t)
@@ -45,12 +45,14 @@ def test_correct_prediction_recovers_data_and_noise(
     torch.testing.assert_close(found_epsilon, epsilon, rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize("first", PREDICTIONS)
 @pytest.mark.parametrize("second", PREDICTIONS)
-def test_predictions_convert_into_each_other(process: Process, first: PredictionType, second: PredictionType) -> None:
+def test_predictions_convert_into_each_other(
+    schedule: NoiseScheduleName, first: PredictionType, second: PredictionType
+) -> None:
     """first -> (x0, epsilon) -> second -> (x0, epsilon), for predictions that are not right."""
-    one, other = gaussian(process, first, "mse"), gaussian(process, second, "mse")
+    one, other = gaussian(schedule, first, "mse"), gaussian(schedule, second, "mse")
     one.max_norm = other.max_norm = math.inf
     generator = torch.Generator().manual_seed(0)
     t = torch.linspace(0.05, 0.9, 50, dtype=torch.float64)
@@ -64,8 +66,10 @@ def test_predictions_convert_into_each_other(process: Process, first: Prediction
 
 @every_combination
 @pytest.mark.parametrize("bounded", [True, False])
-def test_finite_at_both_ends(process: Process, prediction: PredictionType, loss: LatentLoss, bounded: bool) -> None:
-    diffusion = gaussian(process, prediction, loss, CHANNELS)
+def test_finite_at_both_ends(
+    schedule: NoiseScheduleName, prediction: PredictionType, loss: LatentLoss, bounded: bool
+) -> None:
+    diffusion = gaussian(schedule, prediction, loss, CHANNELS)
     if not bounded:
         diffusion.max_norm = math.inf
     x0, epsilon = (part.float() for part in orthogonal_pair(4))
@@ -84,8 +88,10 @@ def test_finite_at_both_ends(process: Process, prediction: PredictionType, loss:
 
 
 @every_combination
-def test_losses_have_their_documented_bounds(process: Process, prediction: PredictionType, loss: LatentLoss) -> None:
-    diffusion = gaussian(process, prediction, loss, CHANNELS)
+def test_losses_have_their_documented_bounds(
+    schedule: NoiseScheduleName, prediction: PredictionType, loss: LatentLoss
+) -> None:
+    diffusion = gaussian(schedule, prediction, loss, CHANNELS)
     x0, epsilon = (part.float() for part in orthogonal_pair(16))
     target = diffusion.target(x0, epsilon, torch.linspace(0, 1, 16))
     assert diffusion.losses(target, target).abs().max() < 1e-6
@@ -100,10 +106,10 @@ def test_losses_have_their_documented_bounds(process: Process, prediction: Predi
 
 @every_combination
 def test_zero_prediction_has_a_moderate_gradient(
-    process: Process, prediction: PredictionType, loss: LatentLoss
+    schedule: NoiseScheduleName, prediction: PredictionType, loss: LatentLoss
 ) -> None:
     """Or it alone would fill the first clipped step, and Adam's second moments for hundreds more."""
-    diffusion = gaussian(process, prediction, loss, CHANNELS)
+    diffusion = gaussian(schedule, prediction, loss, CHANNELS)
     x0, epsilon = (part.float() for part in orthogonal_pair(16))
     target = diffusion.target(x0, epsilon, torch.linspace(0, 1, 16))
     predicted = torch.zeros_like(target).requires_grad_()
@@ -113,8 +119,8 @@ def test_zero_prediction_has_a_moderate_gradient(
 
 
 def test_estimates_are_never_longer_than_the_data() -> None:
-    for process, prediction, loss in COMBINATIONS:
-        diffusion = gaussian(process, prediction, loss, CHANNELS)
+    for schedule, prediction, loss in COMBINATIONS:
+        diffusion = gaussian(schedule, prediction, loss, CHANNELS)
         z = 10 * torch.randn(32, 2, CHANNELS, generator=torch.Generator().manual_seed(0))
         x0, _ = diffusion.estimates(-z, z, torch.linspace(0, 1, 32))
         assert x0.norm(dim=-1).max() <= diffusion.max_norm * (1 + 1e-5)

@@ -13,6 +13,7 @@ from mmldlm.diffusion.decoding import TextDecoding
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentLoss, LatentSampler, PredictionType
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode
+from mmldlm.diffusion.noise_schedule import NoiseScheduleName
 from mmldlm.diffusion.sampling import (
     Generation,
     Sampler,
@@ -21,7 +22,6 @@ from mmldlm.diffusion.sampling import (
     length_probabilities,
     median_lengths,
 )
-from mmldlm.diffusion.schedule import Process
 from tests.helpers.toy_pairs import COMBINATIONS, MASK, PerfectDenoiser, blanks, gaussian, random_pairs, texts_of
 
 pytestmark = pytest.mark.quick
@@ -43,9 +43,9 @@ def recovered(latent: GaussianDiffusion, mode: Mode, config: SamplingConfig) -> 
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "euler"])
-@pytest.mark.parametrize(("process", "prediction", "loss"), COMBINATIONS)
+@pytest.mark.parametrize(("schedule", "prediction", "loss"), COMBINATIONS)
 def test_latents_are_recovered(
-    process: Process, prediction: PredictionType, loss: LatentLoss, sampler: LatentSampler
+    schedule: NoiseScheduleName, prediction: PredictionType, loss: LatentLoss, sampler: LatentSampler
 ) -> None:
     """DDIM recovers latents to float32 precision, Euler to the error of 40 straight steps.
 
@@ -53,13 +53,15 @@ def test_latents_are_recovered(
     its square is chance overlap, which a cosine-trained network leaves in the sample.
     """
     made = recovered(
-        gaussian(process, prediction, loss, CHANNELS), "t2l", SamplingConfig(t2l_steps=40, latent_sampler=sampler)
+        gaussian(schedule, prediction, loss, CHANNELS),
+        "t2l",
+        SamplingConfig(t2l_steps=40, latent_sampler=sampler),
     )
     if loss != "cosine" or prediction == "x0":
         error = (made.latents - PAIRS.latents).abs().max()
         bound = 1e-5 if sampler == "ddim" else 0.02
         assert error < bound, (
-            f"{process}: straight steps miss by {error:.3f}; the path's clock must not run without bound in t"
+            f"{schedule}: straight steps miss by {error:.3f}; the path's clock must not run without bound in t"
         )
     else:
         cosine = F.cosine_similarity(made.latents, PAIRS.latents, dim=-1)

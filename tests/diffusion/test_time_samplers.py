@@ -14,7 +14,7 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
 from mmldlm.diffusion.noise import draw_noise, mode_weights
-from mmldlm.diffusion.schedule import MAX_MODE_SCALE, TimeSampler
+from mmldlm.diffusion.noise_schedule import MAX_MODE_SCALE, TimeSampler
 from mmldlm.errors import ConfigError
 from mmldlm.run.factory import build_objective
 from tests.helpers.toy_pairs import MASK, objective, random_pairs

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from mmldlm.config import load_config
 from mmldlm.diffusion.gaussian import GaussianDiffusion, LatentConfig, PredictionType
 from mmldlm.diffusion.noise import MODES, Mode, draw_noise, mode_weights
+from mmldlm.diffusion.noise_schedule import NoiseScheduleName
 from mmldlm.diffusion.objective import LossConfig, NoisedBatch, Objective, total_counts
-from mmldlm.diffusion.schedule import Process
 from mmldlm.errors import ConfigError
 from mmldlm.model.heads import LossWeights
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
@@ -23,7 +23,7 @@ from tests.helpers.toy_pairs import (
     MASK,
     PAD,
     PREDICTIONS,
-    PROCESSES,
+    SCHEDULE_NAMES,
     VOCAB,
     WORDS,
     gaussian,
@@ -132,23 +132,23 @@ def test_loss_text_weight_limit_affects_training_only() -> None:
     assert float(results[1][0] - results[0][0]) == pytest.approx(lost, rel=1e-4)
 
 
-@pytest.mark.parametrize("process", PROCESSES)
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
 @pytest.mark.parametrize("prediction", PREDICTIONS)
-def test_min_snr_weighs_the_error_of_x0(process: Process, prediction: PredictionType) -> None:
+def test_min_snr_weighs_the_error_of_x0(schedule: NoiseScheduleName, prediction: PredictionType) -> None:
     """For every prediction type: weight x its squared error = min(SNR, gamma) x squared error of x0."""
-    diffusion, gamma = gaussian(process, prediction, "mse"), 5.0
+    diffusion, gamma = gaussian(schedule, prediction, "mse"), 5.0
     diffusion.max_norm = math.inf
     t = torch.linspace(0.03, 0.97, 60, dtype=torch.float64)
     z, predicted, error = torch.randn(3, 60, 1, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x0, _ = diffusion.estimates(predicted, z, t)
     other, _ = diffusion.estimates(predicted + error, z, t)
-    snr = (diffusion.path.alpha(t) / diffusion.path.sigma(t)).square()
+    snr = (diffusion.noise_schedule.alpha(t) / diffusion.noise_schedule.sigma(t)).square()
     expected = snr.clamp_max(gamma) * (other - x0).square().mean((1, 2))
     weight = diffusion.min_snr_weight(t, gamma)
     torch.testing.assert_close(weight * error.square().mean((1, 2)), expected)
     ends = diffusion.min_snr_weight(torch.tensor([0.0, 1.0]), gamma)
     assert ends.isfinite().all() and ends.max() <= gamma
-    if process != "rectified_flow":  # the paper's, section 3.4
+    if schedule != "rectified_flow":  # the paper's, section 3.4
         paper = {"x0": snr.clamp_max(gamma), "epsilon": snr.clamp_max(gamma) / snr}
         torch.testing.assert_close(weight, paper.get(prediction, snr.clamp_max(gamma) / (snr + 1)))
 

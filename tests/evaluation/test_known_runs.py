@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mmldlm.data.nearest import unit_vectors
-from mmldlm.diffusion.schedule import LatentPath
+from mmldlm.diffusion.noise_schedule import NoiseSchedule
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import frechet_metrics
 from mmldlm.evaluation.l2t import text_metrics
@@ -31,7 +31,7 @@ from mmldlm.evaluation.table import samples_markdown, table
 from mmldlm.run.load import LoadedRun
 from mmldlm.utils.nested import replace_nonfinite
 from tests.helpers.known_runs import fresh_run, perfect_run
-from tests.helpers.toy_pairs import PROCESSES
+from tests.helpers.toy_pairs import SCHEDULE_NAMES
 
 
 @pytest.fixture(scope="module")
@@ -92,30 +92,35 @@ def test_no_text_is_exact_where_the_reference_lacks_words(tiny_store: Path) -> N
 class KnowsNormalLatents(torch.nn.Module):
     """The best estimate of standard normal latents from noised ones, whatever the text is."""
 
-    def __init__(self, path: LatentPath):
+    def __init__(self, schedule: NoiseSchedule):
         super().__init__()
-        self.path = path
+        self.schedule = schedule
 
     def forward(self, tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
         assert (t_text == 1).all() and len(positions) == len(tokens), "no token is known"
-        alpha, sigma = (value[:, None, None] for value in (self.path.alpha(t_latent), self.path.sigma(t_latent)))
+        alpha, sigma = (
+            value[:, None, None] for value in (self.schedule.alpha(t_latent), self.schedule.sigma(t_latent))
+        )
         return torch.zeros(len(positions)), latents * alpha / (alpha**2 + sigma**2), torch.zeros(len(latents), 32)
 
 
-@pytest.mark.parametrize("process", PROCESSES)
-def test_nats_of_a_latent_are_exact_for_the_best_estimate(process: str, tiny_store: Path) -> None:
+@pytest.mark.parametrize("schedule", SCHEDULE_NAMES)
+def test_nats_of_a_latent_are_exact_for_the_best_estimate(schedule: str, tiny_store: Path) -> None:
     """KL(N(alpha x0, sigma^2) || N(0, alpha^2 + sigma^2)), document by document."""
-    run = fresh_run(tiny_store, f"latent.process={process}")
+    run = fresh_run(tiny_store, f"latent.noise_schedule={schedule}")
     run.objective.latent.max_norm = math.inf
     evaluation = Evaluation(
-        replace(run, model=KnowsNormalLatents(run.objective.latent.path)), EvaluationConfig(times=200)
+        replace(run, model=KnowsNormalLatents(run.objective.latent.noise_schedule)), EvaluationConfig(times=200)
     )
     shape = evaluation.latents["own"].shape
     evaluation.latents["own"] = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     squares, size = np.square(evaluation.latents["own"]).sum((1, 2)), shape[1] * shape[2]
     for nats, time in zip(latent_nats(evaluation), LATENT_TIMES, strict=True):
         t = torch.tensor(time, dtype=torch.float64)
-        alpha2, sigma2 = float(run.objective.latent.path.alpha(t) ** 2), float(run.objective.latent.path.sigma(t) ** 2)
+        alpha2, sigma2 = (
+            float(run.objective.latent.noise_schedule.alpha(t) ** 2),
+            float(run.objective.latent.noise_schedule.sigma(t) ** 2),
+        )
         total = alpha2 + sigma2
         expected = ((alpha2 * squares + size * sigma2) / total - size - size * math.log(sigma2 / total)) / 2
         assert nats.mean() == pytest.approx(expected.mean(), rel=0.04)

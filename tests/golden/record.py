@@ -73,7 +73,7 @@ CURVES = {
     "dropout": ["model.dropout=0.1"],
     "muon": ["optim.name=muon", "optim.lr=1e-2"],
     "v_huber": ["latent.prediction=v", "loss.latent=huber"],
-    "epsilon_mse": ["latent.prediction=epsilon", "loss.latent=mse", "latent.process=rectified_flow"],
+    "epsilon_mse": ["latent.prediction=epsilon", "loss.latent=mse", "latent.noise_schedule=rectified_flow"],
     "exact_masks": ["text.masks=exact", "text.time_sampling=mode"],
     "bf16": ["precision=bf16"],
     "checkpointing": ["memory.activation_checkpointing=full"],

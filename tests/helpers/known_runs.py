@@ -86,7 +86,7 @@ class KnowsAll(torch.nn.Module):
         ]
         logits = 100.0 * F.one_hot(torch.tensor(text)[positions], self.vocabulary).float()
         x0, t = self.latents[seen], per_sample(t_latent, noised_latents)
-        alpha, sigma = self.process.path.alpha(t), self.process.path.sigma(t)
+        alpha, sigma = self.process.noise_schedule.alpha(t), self.process.noise_schedule.sigma(t)
         epsilon = (noised_latents - alpha * x0) / sigma.clamp_min(SIGMA_MIN)
         text_out = logits if targets is None else F.cross_entropy(logits, targets, reduction="none")
         length = 100.0 * F.one_hot(torch.tensor([len(own) - 1 for own in written]), 32).float()

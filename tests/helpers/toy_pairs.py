@@ -21,13 +21,13 @@ from mmldlm.diffusion.gaussian import (
     per_sample,
 )
 from mmldlm.diffusion.masked import MaskedDiffusion, Masks
+from mmldlm.diffusion.noise_schedule import NoiseScheduleName
 from mmldlm.diffusion.objective import LossConfig, Objective
-from mmldlm.diffusion.schedule import Process
 
-PROCESSES: tuple[Process, ...] = get_args(Process)
+SCHEDULE_NAMES: tuple[NoiseScheduleName, ...] = get_args(NoiseScheduleName)
 PREDICTIONS: tuple[PredictionType, ...] = get_args(PredictionType)
 LOSSES: tuple[LatentLoss, ...] = get_args(LatentLoss)
-COMBINATIONS = list(product(PROCESSES, PREDICTIONS, LOSSES))
+COMBINATIONS = list(product(SCHEDULE_NAMES, PREDICTIONS, LOSSES))
 
 VOCAB, MASK, PAD = 32, 30, 31
 WORDS = 30  # tokens that a text may contain
@@ -63,9 +63,11 @@ def select(batch: Batch, rows: list[int]) -> Batch:
     )
 
 
-def gaussian(process: Process, prediction: PredictionType, loss: LatentLoss, channels: int = 16) -> GaussianDiffusion:
+def gaussian(
+    schedule: NoiseScheduleName, prediction: PredictionType, loss: LatentLoss, channels: int = 16
+) -> GaussianDiffusion:
     """The diffusion of latents from `random_pairs`, none of which is longer than sqrt(C)."""
-    return GaussianDiffusion(LatentConfig(process, prediction), loss, max_norm=math.sqrt(channels) * (1 + 1e-6))
+    return GaussianDiffusion(LatentConfig(schedule, prediction), loss, max_norm=math.sqrt(channels) * (1 + 1e-6))
 
 
 def objective(latent: GaussianDiffusion | None = None, masks: Masks = "independent", **losses: object) -> Objective:
@@ -97,7 +99,7 @@ class PerfectDenoiser:
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert layout.lengths == self.pairs.lengths
         x0, t = self.pairs.latents, per_sample(t_latent, noised_latents)
-        alpha, sigma = self.latent.path.alpha(t), self.latent.path.sigma(t)
+        alpha, sigma = self.latent.noise_schedule.alpha(t), self.latent.noise_schedule.sigma(t)
         epsilon = (noised_latents - alpha * x0) / sigma.clamp_min(SIGMA_MIN)
         latent = self.latent.target(x0, epsilon, t_latent)
         if self.generator is not None:

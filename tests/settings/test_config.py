@@ -59,8 +59,8 @@ def test_suggestions_end_alike_or_are_spelled_alike(key: str, suggested: list[st
         ("optim.lr=-1", "optim.lr: must be above 0, found -1"),
         ("optim.lr=.nan", "optim.lr: expected finite number, found nan"),
         (
-            "latent.process=cosine",
-            "latent.process: expected 'vp_cosine', 'vp_linear', 'vp_sigmoid' or 'rectified_flow'",
+            "latent.noise_schedule=cosine",
+            "latent.noise_schedule: expected 'vp_cosine', 'vp_linear', 'vp_sigmoid' or 'rectified_flow'",
         ),
         (
             "latent.prediction=eps",

@@ -52,7 +52,7 @@ EFFECTS = [
     effect("memory.activation_checkpointing", "selective", "parts"),
     effect("memory.every_k", "3", "parts", RECOMPUTED),
     effect("memory.kept_blocks", "3", "parts", RECOMPUTED),
-    effect("latent.process", "rectified_flow", "curve"),
+    effect("latent.noise_schedule", "rectified_flow", "curve"),
     effect("latent.prediction", "v", "curve"),
     effect("latent.time_sampling", "logit_normal", "curve"),
     effect("latent.location", "1", "curve", ("latent.time_sampling=logit_normal",)),

@@ -13,16 +13,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-Process = Literal["vp_cosine", "vp_linear", "vp_sigmoid", "rectified_flow"]
+NoiseScheduleName = Literal["vp_cosine", "vp_linear", "vp_sigmoid", "rectified_flow"]
 TimeSampling = Literal["uniform", "logit_normal", "mode"]
 
 
-class LatentPath(ABC):
+class NoiseSchedule(ABC):
     """z_t = alpha(t) x0 + sigma(t) epsilon, with alpha(0) = 1 and alpha(1) = 0 exactly.
 
-    The `clock` of a path is an increasing function of t. As a function of its clock, a path is smooth up to both ends,
-    and v is its derivative. For variance-preserving paths the clock is the angle of (alpha, sigma), and v is the v of
-    Progressive Distillation (arXiv 2202.00512, appendix D). For rectified flow the clock is t.
+    The `clock` of a schedule is an increasing function of t. As a function of the clock, z is smooth up to both ends,
+    and v is its derivative. If the schedule preserves variance, the clock is the angle of (alpha, sigma), and v is the
+    v of Progressive Distillation (arXiv 2202.00512, appendix D). For rectified flow the clock is t.
     """
 
     @abstractmethod
@@ -49,11 +49,11 @@ class LatentPath(ABC):
 
     @abstractmethod
     def velocity(self, t: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (a, b) of v = a x0 + b epsilon. All paths here have alpha b - sigma a = 1."""
+        """Return (a, b) of v = a x0 + b epsilon. All schedules here have alpha b - sigma a = 1."""
 
 
-class VariancePreserving(LatentPath):
-    """Path with alpha^2 + sigma^2 = 1. Subclasses define alpha^2."""
+class VariancePreserving(NoiseSchedule):
+    """Noise schedule with alpha^2 + sigma^2 = 1. Subclasses define alpha^2."""
 
     @abstractmethod
     def alpha_squared(self, t: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class VariancePreserving(LatentPath):
         return -self.sigma(t), self.alpha(t)
 
 
-class CosinePath(VariancePreserving):
+class CosineSchedule(VariancePreserving):
     """Cosine schedule of Improved DDPM (arXiv 2102.09672, eq. 17, s = 0.008)."""
 
     offset = 0.008
@@ -84,7 +84,7 @@ class CosinePath(VariancePreserving):
         return torch.where(t <= 0, torch.ones_like(value), value)  # in float32, 1 - 6e-8 would be a sigma of 2e-4
 
 
-class LinearPath(VariancePreserving):
+class LinearSchedule(VariancePreserving):
     """Linear beta from 0.1 to 20 in continuous time (arXiv 2011.13456, eq. 33).
 
     alpha is shifted and scaled so that alpha(1) = 0 (arXiv 2305.08891, algorithm 1): t = 1 must be pure noise, since it
@@ -101,7 +101,7 @@ class LinearPath(VariancePreserving):
         return ((self._log_alpha(t).exp() - last) / (1 - last)) ** 2
 
 
-class SigmoidPath(VariancePreserving):
+class SigmoidSchedule(VariancePreserving):
     """Sigmoid schedule gamma(t) with start -3, end 3, temperature 1 (arXiv 2212.11972, algorithm 1)."""
 
     start, end = -3.0, 3.0
@@ -114,7 +114,7 @@ class SigmoidPath(VariancePreserving):
         return torch.where(t >= 1, torch.zeros_like(gamma), torch.where(t <= 0, torch.ones_like(gamma), gamma))
 
 
-class RectifiedFlow(LatentPath):
+class RectifiedFlow(NoiseSchedule):
     """Straight line from data to noise (arXiv 2209.03003, eq. 1)."""
 
     def alpha(self, t: Tensor) -> Tensor:
@@ -130,10 +130,10 @@ class RectifiedFlow(LatentPath):
         return -torch.ones_like(t), torch.ones_like(t)
 
 
-PATHS: dict[Process, type[LatentPath]] = {
-    "vp_cosine": CosinePath,
-    "vp_linear": LinearPath,
-    "vp_sigmoid": SigmoidPath,
+NOISE_SCHEDULES: dict[NoiseScheduleName, type[NoiseSchedule]] = {
+    "vp_cosine": CosineSchedule,
+    "vp_linear": LinearSchedule,
+    "vp_sigmoid": SigmoidSchedule,
     "rectified_flow": RectifiedFlow,
 }
 
