@@ -133,35 +133,36 @@ class ValidationConfig:
         250,
         "optimizer steps between validations; 0: none",
         at_least=0,
-        advice="512 samples cost, for each trained mode, the forward passes of four steps of 128",
+        advice="For each trained mode, 512 samples cost the forward passes of four steps of 128 samples",
     )
     first: int | None = setting(
         None,
-        "step of the first validation; until `every`, another follows at each doubling of that step. null: after one "
-        "epoch or 5 % of the steps, whichever comes first; 0: none before `every`",
+        "step of the first validation. Until `every`, more validations follow, each at twice the step of the "
+        "one before. null: after one epoch or 5 % of the steps, whichever comes first; 0: none before `every`",
         at_least=0,
         advice="Leave it at null: a small corpus is often learned best within its first epochs",
     )
     samples: int = setting(512, "held-out samples per validation", at_least=1)
     text_samples: int = setting(
         4,
-        "texts to generate for TensorBoard, at each validation in l2t and with the figures in joint (at most "
-        "log.figure_samples); 0: none",
+        "number of texts to generate for TensorBoard: at each validation in l2t, and with the figures in joint "
+        "(at most log.figure_samples); 0: none",
         at_least=0,
-        advice="For monitoring only, so with at most 8 reverse steps, or one for every four tokens of the longest text",
+        advice="They are for monitoring only, so they take at most 8 reverse steps, or one for every four tokens of "
+        "the longest text",
     )
     quality_every: int = setting(
         0,
-        "optimizer steps between evaluations of generated samples, `quality/` in the curves; 0: none",
+        "optimizer steps between evaluations of generated samples, which are `quality/` in the curves; 0: none",
         at_least=0,
-        advice="64 samples cost, for each trained mode, sampling.steps forward passes each: with 32 and three modes "
-        "about as much as 16 steps of 128, so every 2,000 steps under 1 %",
+        advice="For each trained mode, 64 samples cost sampling.steps forward passes. With 32 steps and three modes "
+        "that is about as much as 16 steps of 128 samples, so less than 1 % if you set 2000",
     )
     quality_samples: int = setting(
         64,
-        "held-out samples per evaluation of each trained mode",
+        "held-out samples of each evaluation, for each trained mode",
         at_least=2,
-        advice="64 show a trend; to compare two runs, use `mmldlm evaluate`",
+        advice="64 show a trend. To compare two runs, use `mmldlm evaluate`",
     )
 
 
@@ -183,37 +184,40 @@ class CheckpointConfig:
         500,
         "optimizer steps between checkpoints; 0: only the last",
         at_least=0,
-        advice="As much work as you can afford to lose; training continues during the write",
+        advice="Save as often as the work in between would be too much to lose. Training continues during the write",
     )
     every_minutes: float | None = setting(
         None,
         "minutes between checkpoints, in addition to every_steps; null: none",
         above=0,
-        advice="If a scheduler ends jobs after a time, or steps are slow",
+        advice="For schedulers that end jobs after a time, and for slow steps",
     )
     keep_last: int = setting(3, "number of newest checkpoints to keep", at_least=1)
     keep_steps: list[int] = setting(factory=list, doc="steps to save and keep permanently: [250000, 500000]")
-    keep_every: int = setting(0, "save and keep permanently every multiple of this step; 0: none", at_least=0)
+    keep_every: int = setting(
+        0, "save and permanently keep a checkpoint at every multiple of this step; 0: none", at_least=0
+    )
     keep_best: int = setting(
         1,
-        "number of checkpoints with the lowest validation loss to keep, saved at the validation: the loss of texts, or "
-        "of latents in runs of t2l alone",
+        "number of checkpoints with the lowest validation loss to keep. They are saved at the validation. The "
+        "loss is that of texts, or of latents if the run trains t2l alone",
         at_least=0,
-        advice="Each is a full checkpoint on disk; 0 where the disk has no room for it",
+        advice="Each is a full checkpoint on disk. Set 0 if the disk has no room for it",
     )
     mirror: str = setting(
         "",
-        "where to copy checkpoints, into a subfolder with the name of run.dir: a folder on another disk, "
-        "s3://BUCKET/PREFIX or gs://BUCKET/PREFIX. A start on an empty disk resumes from there. Empty: no copies",
-        advice="If the machine, or its disk, may be taken away",
+        "place for copies of the checkpoints, in a subfolder with the name of run.dir: a folder on another "
+        "disk, s3://BUCKET/PREFIX or gs://BUCKET/PREFIX. A start on an empty disk resumes from there. Empty: no "
+        "copies",
+        advice="For machines and disks that may be taken away",
     )
     mirror_wait_s: float = setting(
         300.0,
-        "seconds for which the end of a run, also by a signal, waits for the last copy",
+        "seconds that the end of a run, also by a signal, waits for the last copy",
         at_least=0,
-        advice="Less than the time from a scheduler's signal to its kill, less the time of a save",
+        advice="Choose less than the time between a scheduler's signal and its kill, minus the time of a save",
     )
-    async_: bool = setting(True, "write files in the background; training waits only for the copy to host memory")
+    async_: bool = setting(True, "write files in the background: training waits only for the copy to host memory")
 
     def __post_init__(self) -> None:
         if min(self.keep_steps, default=1) < 1:
@@ -244,20 +248,21 @@ class RunConfig:
     init: InitConfig = setting(InitConfig(), "trained weights that a new run starts from")
     freeze: list[Freezable] = setting(
         factory=list,
-        doc="parts that are not trained and keep their weights: in a new run those of `init`. text_encoder: "
-        "token embedding, and the head matrix if tied; latent_encoder: input layers of the latents; noise_times: time "
-        "embeddings; text_stream, latent_stream: one side of the blocks; backbone: both sides",
-        advice="Saves the gradients and moments of the frozen parts; a loss without trainable parameters is refused",
+        doc="parts that are not trained and keep their weights (in a new run the weights from `init`). "
+        "text_encoder: token embedding, and the head matrix if tied; latent_encoder: input layers of the "
+        "latents; noise_times: time embeddings; text_stream, latent_stream: one side of the blocks; backbone: "
+        "both sides",
+        advice="Frozen parts need no gradients and no moments. A run is refused if a loss has no part left to train",
     )
     mode: ModeShares = setting(
         factory=lambda: {"l2t": 0.5, "t2l": 0.25, "joint": 0.25},
-        doc="one mode, or the shares of several; drawn per sample",
-        advice="One mode if the task is known. Guidance, and texts without a latent, need a share of joint",
+        doc="one mode, or the shares of several modes. The mode is drawn for each sample",
+        advice="One mode if you know the task. Guidance, and texts without a latent, need a share of joint",
     )
     mode_schedule: dict[int, ModeShares] = setting(
         factory=dict,
-        doc="optimizer steps, counted from 0, at which `mode` changes: {1000: joint}",
-        advice="To learn one task before another; the loss curve jumps where the shares do",
+        doc="optimizer steps, counted from 0, at which `mode` changes, e.g. {1000: joint}",
+        advice="To learn one task before another. The loss curve jumps where the shares change",
     )
     text: TextConfig = setting(TextConfig(), "diffusion of the text")
     latent: LatentConfig = setting(LatentConfig(), "diffusion of the latents")
@@ -268,16 +273,17 @@ class RunConfig:
     train: TrainConfig = setting(TrainConfig(), "number of steps and batch sizes")
     precision: Literal["auto", "fp32", "bf16", "fp16"] = setting(
         "auto",
-        "precision of matrix products; weights, moments and losses are float32. fp16 (single, ddp, fsdp2) scales the "
-        "loss and skips steps whose gradients overflow. auto: the launcher's mixed_precision, fp32 without one",
-        advice="bf16 on GPUs, fp16 on those too old for it. On a CPU without instructions for them, both are many "
-        "times slower",
+        "precision of matrix products. Weights, moments and losses are float32. fp16 (single, ddp, fsdp2) "
+        "scales the loss, and skips steps whose gradients overflow. auto: mixed_precision of the launcher, or "
+        "fp32 without one",
+        advice="bf16 on GPUs, fp16 on GPUs that are too old for bf16. Both are many times slower on a CPU without "
+        "instructions for them",
     )
     tf32: bool = setting(
         False,
-        "round the inputs of float32 matrix products to TF32 (8 bits of exponent, 10 of mantissa) where the device "
-        "can, as GPUs from Ampere on; sums stay float32",
-        advice="For fp32 on such GPUs: several times its speed, and a curve that differs by rounding",
+        "round the inputs of float32 matrix products to TF32 (8 bits of exponent, 10 of mantissa), on GPUs from "
+        "Ampere on. Sums stay float32",
+        advice="For fp32 on such GPUs: it is several times faster, and the curve differs by rounding",
     )
     sampling: SamplingConfig = setting(SamplingConfig(), "generation during training, in `evaluate` and in `sample`")
     validation: ValidationConfig = setting(ValidationConfig(), "validation on held-out samples during training")
@@ -288,7 +294,7 @@ class RunConfig:
     guard: GuardConfig = setting(GuardConfig(), "handling of non-finite numbers and gradient spikes")
     resume: str = setting(
         "auto",
-        "auto: from the newest valid checkpoint of run.dir; never; or a checkpoint's folder",
+        "auto: resume from the newest valid checkpoint of run.dir. never: start again. Or the folder of a checkpoint",
         advice="Leave it at auto: the same command then continues after any stop. never moves the run's checkpoints "
         "aside",
     )
