@@ -27,7 +27,6 @@ from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.errors import DataError
 from mmldlm.run.load import LoadedRun
-from mmldlm.run.texts import fit_of
 from mmldlm.utils.progress import Progress
 
 ENCODER_BATCH_SIZE = 64  # texts
@@ -210,7 +209,7 @@ class Evaluation:
         longest = run.store.manifest.max_length if own_length else lengths.max()
         texts, passes = np.zeros((count, 1 + longest)), 0.0
         sampler = run.sampler(sampling, every_step=self._every_step)
-        fit = fit_of(run, sampling.search) if own_length and self.chooses else None
+        fit = run.fit(sampling.search) if own_length and self.chooses else None
         for counted, slots in self._track(self._local_slots(lengths)):
             streams, rows = SampleStreams(self.config.seed, MODES.index(mode), torch.from_numpy(slots)), slots.tolist()
             given, heads = torch.from_numpy(given_latents[slots]), [prefixes[row] for row in rows]

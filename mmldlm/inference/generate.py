@@ -24,7 +24,6 @@ from mmldlm.diffusion.sampling import (
 )
 from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
-from mmldlm.run.texts import fit_of
 from mmldlm.settings.successors import notice
 
 MIN_SINE = 1e-4  # of the angle between two directions: below it, arc and chord cannot be distinguished
@@ -90,7 +89,7 @@ def sample(
         start = [[*head, *[manifest.mask_id] * number] for head, number in zip(each, drawn, strict=True)]
         return generate_and_decode(run, mode, config, generator, latents, start)
     request = TextRequest(latents.to(run.device), manifest.max_length, count, lengths or None, template, heads)
-    return decoded(run, generate_best(run.sampler(config), generator, request, fit_of(run, config.search)))
+    return decoded(run, generate_best(run.sampler(config), generator, request, run.fit(config.search)))
 
 
 def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:

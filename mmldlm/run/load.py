@@ -29,6 +29,7 @@ from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.diffusion.candidates import Fit
 from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.diffusion.sampling import Sampler, SamplingConfig
 from mmldlm.errors import ConfigError, DataError, MmldlmError, UsageError
@@ -95,6 +96,29 @@ class LoadedRun:
         return Sampler(
             self.model, self.objective.text, self.objective.latent, config, self.words, every_step=every_step
         )
+
+    def fit(self, search: int | None) -> Fit:
+        """Return a function that compares texts with latents: the cosine of the text's latent by the run's encoder.
+
+        The function loads the encoder when it is first called. If the encoder cannot be loaded, all fits are NaN.
+
+        Args:
+            search: `SamplingConfig.search`.
+
+        Raises:
+            UsageError: `search` is set, but the encoder cannot be loaded.
+        """
+        if search and self.chooser is None:
+            raise UsageError(f"sampling.search: expected a run whose encoder can be loaded, found {search}")
+
+        def fit(tokens: list[list[int]], latents: Tensor) -> Tensor:
+            if self.chooser is None:
+                return torch.full((len(tokens),), torch.nan)
+            encoded = torch.from_numpy(self.chooser.encode(self.tokenizer.decode_batch(tokens)))
+            given = torch.from_numpy(self.store.restore(latents.cpu().numpy()))
+            return torch.cosine_similarity(encoded.double(), given.double(), dim=-1).mean(-1)
+
+        return fit
 
     def __str__(self) -> str:
         return f"step {self.step}, {WEIGHTS_LABELS[self.weights]}"
@@ -253,48 +277,54 @@ def load_run(
                 f"expected a key of sampling, evaluation, attention.backend or precision, found {short_repr(setting)}"
             )
     config = run_config(folder, [*([f"data.path={data}", "data.mixture={}"] if data else []), *settings])
-    is_other = checkpoint is not None and Path(checkpoint) != folder
-    saved = verify_checkpoint(Path(str(checkpoint))) if is_other else newest_checkpoint(folder, config)
-    try:
-        with foreign(saved.path):
-            store = match_training_data(saved, _open_data(folder, config))
-            check_compatible(saved, config, store)
-            device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-            set_matmul_precision(config)
-            model = build_meta_model(config, store.manifest, device.type)
-            check_model_state(model, TensorFiles.open(saved, "model"))  # before a stranger's sizes take memory
-            materialize(model, device)
-            ema = saved_ema(saved, model)
-            weights = choose_weights(saved, weights, ema is not None, config.ema.evaluate)
-            tensors = TensorFiles.open(saved, "model")
-            # The EMA has only the trained parameters. Frozen parameters come from the model's tensors.
-            load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
-            for name, tensor in model.state_dict().items():
-                if not tensor.isfinite().all():
-                    raise DataError(f"{saved.path}: {name} has values that are not finite, expected a trained network")
-            if "alignment" in saved.tensors:  # the latents of such a bundle were vectors of another encoder
-                raise DataError(f"{folder}: a bundle of `mmldlm align`, which is gone, {REMOVED_WORDS['align']}")
-            tokenizer = Tokenizer.load(saved.file("tokenizer/tokenizer.json"))
-            if tokenizer.identity != store.manifest.tokenizer["sha256"]:
-                raise DataError(f"{saved.path}: its tokenizer is another one than that of its data")
-            return LoadedRun(
-                folder=folder,
-                config=config,
-                store=store,
-                tokenizer=tokenizer,
-                model=model.eval(),
-                objective=build_objective(config, store.manifest),
-                device=device,
-                step=saved.step,
-                weights=weights,
-                has_ema=ema is not None,
-                info=saved.info,
-            )
-    except (DataError, OSError):
-        if is_other or saved.path.exists():
-            raise
-    # Meanwhile the run has removed this checkpoint, and has a newer one.
-    return load_run(run_dir, None, data, weights, settings, device)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    set_matmul_precision(config)
+    is_given = checkpoint is not None and Path(checkpoint) != folder
+    while True:
+        saved = verify_checkpoint(Path(str(checkpoint))) if is_given else newest_checkpoint(folder, config)
+        try:
+            with foreign(saved.path):
+                return _load_checkpoint(folder, config, saved, weights, device)
+        except (DataError, OSError):
+            if is_given or saved.path.exists():
+                raise
+            # Otherwise the run has removed this checkpoint in the meantime, and has a newer one.
+
+
+def _load_checkpoint(
+    folder: Path, config: RunConfig, saved: Checkpoint, weights: Weights | None, device: torch.device
+) -> LoadedRun:
+    store = match_training_data(saved, _open_data(folder, config))
+    check_compatible(saved, config, store)
+    model = build_meta_model(config, store.manifest, device.type)
+    tensors = TensorFiles.open(saved, "model")
+    check_model_state(model, tensors)  # before a stranger's sizes take memory
+    materialize(model, device)
+    ema = saved_ema(saved, model)
+    weights = choose_weights(saved, weights, ema is not None, config.ema.evaluate)
+    # The EMA has only the trained parameters. Frozen parameters come from the model's tensors.
+    load_model_state(model, tensors if ema is None or weights == "trained" else tensors.overlay(ema))
+    for name, tensor in model.state_dict().items():
+        if not tensor.isfinite().all():
+            raise DataError(f"{saved.path}: {name} has values that are not finite, expected a trained network")
+    if "alignment" in saved.tensors:  # the latents of such a bundle were vectors of another encoder
+        raise DataError(f"{folder}: a bundle of `mmldlm align`, which is gone, {REMOVED_WORDS['align']}")
+    tokenizer = Tokenizer.load(saved.file("tokenizer/tokenizer.json"))
+    if tokenizer.identity != store.manifest.tokenizer["sha256"]:
+        raise DataError(f"{saved.path}: its tokenizer is another one than that of its data")
+    return LoadedRun(
+        folder=folder,
+        config=config,
+        store=store,
+        tokenizer=tokenizer,
+        model=model.eval(),
+        objective=build_objective(config, store.manifest),
+        device=device,
+        step=saved.step,
+        weights=weights,
+        has_ema=ema is not None,
+        info=saved.info,
+    )
 
 
 def load_run_on_all_ranks(options: Namespace, processes: Collectives) -> LoadedRun:

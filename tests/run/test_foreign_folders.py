@@ -186,7 +186,7 @@ def test_readers_of_runs_read_plain_files_alone(
     run = shutil.copytree(short_run_dir, tmp_path / "run")
     plant(run / name, kind)
     for arguments in (
-        ["report", run, "--out", tmp_path / "report"],
+        ["compare", run, "--json"],
         ["monitor", run, "--once"],
         ["compare", run, short_run_dir],
         ["verify", run],

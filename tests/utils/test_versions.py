@@ -59,7 +59,7 @@ def test_other_versions_are_not_refused(tmp_path: Path) -> None:
 def test_the_packages_of_an_extra_are_those_of_the_metadata() -> None:
     """Messages name packages, not mmldlm: it may be a checkout or a wheel, and its name on PyPI is not ours."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert install_command("report") == "pip install " + " ".join(f"'{each}'" for each in extras["report"])
+    assert install_command("figures") == "pip install " + " ".join(f"'{each}'" for each in extras["figures"])
 
 
 @pytest.mark.quick
