@@ -1,4 +1,4 @@
-"""The tables of results in README.md and docs/.
+"""The tables of results in README.md and docs/, and the figure of results.
 
     python -m benchmarks pages
 
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import answered, gpu_bars, real_run
+from benchmarks import answered, gpu_bars, real_run, results_figure
 from benchmarks.common.report import RESULTS, ROOT, markdown
 from benchmarks.learning import learning_blocks
 
@@ -39,6 +39,11 @@ def all_blocks() -> dict[str, str]:
     return made
 
 
+def figure() -> str:
+    """Return the figure of results as SVG."""
+    return results_figure.draw(json.loads((RESULTS / "learning.json").read_text(encoding="utf-8")))
+
+
 def pages() -> Iterator[Path]:
     """Yield the pages that may have generated tables."""
     yield ROOT / "README.md"
@@ -58,4 +63,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = all_blocks()
     for page in pages():
         page.write_text(rewritten(page.read_text(encoding="utf-8"), made), encoding="utf-8")
+    results_figure.PATH.write_text(figure(), encoding="utf-8")
     return 0

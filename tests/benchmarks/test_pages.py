@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import learning, pages
+from benchmarks import learning, pages, results_figure
 from benchmarks.common.report import ROOT
 
 pytestmark = pytest.mark.quick
@@ -25,6 +25,10 @@ def test_tables_are_generated_from_the_committed_results() -> None:
         text = (ROOT / name).read_text(encoding="utf-8")
         assert all(f"<!-- results:{corpus} -->" in text for corpus in shown)
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+def test_the_figure_is_drawn_from_the_committed_results() -> None:
+    assert results_figure.PATH.read_text(encoding="utf-8") == pages.figure(), "run python -m benchmarks pages"
 
 
 def test_the_committed_result_passes_its_bars_in_all_seeds() -> None:
