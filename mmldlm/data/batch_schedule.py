@@ -166,8 +166,7 @@ def deal(lengths: np.ndarray, size: BatchSize, world_size: int, latent_tokens: i
     Returns:
         Slots of each micro-batch, int64 [B, W].
     """
-    rounds = np.argsort(lengths, kind="stable").reshape(-1, world_size)
-    rounds[1::2] = rounds[1::2, ::-1]
+    rounds = _snake_rounds(np.argsort(lengths, kind="stable"), world_size)
     if not size.micro_batch_tokens:
         return list(rounds.reshape(-1, size.micro_batch_size, world_size))
     return [rounds[part] for part in _alike(lengths[rounds] + latent_tokens, size)]
@@ -178,8 +177,7 @@ def largest_micro_batches(tokens: np.ndarray, size: BatchSize, world_size: int) 
 
     `tokens` are the text and latent tokens of the steps' samples, int64 [S, G].
     """
-    rounds = np.sort(tokens, axis=1).reshape(len(tokens), -1, world_size)
-    rounds[:, 1::2] = rounds[:, 1::2, ::-1]
+    rounds = _snake_rounds(np.sort(tokens, axis=1), world_size)
     if not size.micro_batch_tokens:
         return rounds.reshape(len(tokens), -1, size.micro_batch_size, world_size).sum(axis=2).max(axis=(1, 2))
     return np.array([max(step[part].sum(axis=0).max() for part in _alike(step, size)) for step in rounds])
@@ -190,6 +188,13 @@ def largest_possible(longest: int, size: BatchSize) -> int:
     if size.micro_batch_tokens:
         return max(longest, min(size.micro_batch_tokens, size.micro_batch_size * longest))
     return size.micro_batch_size * longest
+
+
+def _snake_rounds(samples: np.ndarray, world_size: int) -> np.ndarray:
+    """Arrange samples [..., G], in order of length, in rounds [..., R, W], every second one in reverse."""
+    rounds = samples.reshape(*samples.shape[:-1], -1, world_size)
+    rounds[..., 1::2, :] = rounds[..., 1::2, ::-1]
+    return rounds
 
 
 def _alike(tokens: np.ndarray, size: BatchSize) -> list[np.ndarray]:
