@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 INDEX_TENSORS = ("sample_of_token", "position", "sample_of_latent", "joint_order", "joint_inverse", "joint_offsets")
-ACCURACY_STRIDE = 32  # training's accuracy is that of every 32nd predicted token, at well under 1 % of a step
+ACCURACY_STRIDE = 32  # training measures accuracy on every 32nd predicted token, which costs well under 1 % of a step
 
 
 class LengthGroup(NamedTuple):
@@ -31,8 +31,8 @@ class LengthGroup(NamedTuple):
 class PackedLayout:
     """Positions of B samples of unequal length that are concatenated to N tokens.
 
-    The lengths are known on the host, so no method synchronizes with the device. They are at least 1, but for the last
-    `num_filler` samples, which no loss counts. Index tensors are created on `device` on first use and cached.
+    The lengths are known on the host, so no method synchronizes with the device. They are at least 1, except for the
+    last `num_filler` samples, which no loss counts. Index tensors are created on `device` on first use and cached.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PackedLayout:
 
     @cached_property
     def groups(self) -> tuple[LengthGroup, ...]:
-        """Runs of samples of equal length, few if the batch is sorted by length."""
+        """Runs of samples of equal length. There are few if the batch is sorted by length."""
         groups, first, start = [], 0, 0
         for length, run in groupby(self.lengths):
             count = len(list(run))
@@ -86,7 +86,7 @@ class PackedLayout:
     def _host_joint_indices(self) -> tuple[Tensor, Tensor]:
         """`joint_order` and `joint_inverse` on the host."""
         m, sample = self.latent_tokens, self._host_indices[0]
-        # A sample's first latent follows the latents and the tokens of all samples before it.
+        # A sample's first latent comes after the latents and tokens of all samples before it.
         starts = torch.tensor([0, *self.lengths[:-1]]).cumsum(0) + torch.arange(self.num_samples) * m
         latents = (starts[:, None] + torch.arange(m)).flatten()
         inverse = torch.cat([latents, torch.arange(self.num_tokens) + (sample + 1) * m])
@@ -106,7 +106,7 @@ class PackedLayout:
 
     @cached_property
     def sample_of_latent(self) -> Tensor | None:
-        """int64 [B*M]: the sample of each latent token; None if M = 1, where it would be the identity."""
+        """int64 [B*M]: the sample of each latent token, or None if M = 1, where it would be the identity."""
         if self.latent_tokens == 1:
             return None
         samples = torch.arange(self.num_samples).repeat_interleave(self.latent_tokens)
@@ -135,7 +135,7 @@ class PackedLayout:
         return PackedLayout(self.lengths, self.latent_tokens, device, self.num_filler)
 
     def without_filler(self) -> PackedLayout:
-        """Return the layout of the samples that losses count."""
+        """Return the layout without filler samples, which no loss counts."""
         if not self.num_filler:
             return self
         return PackedLayout(self.lengths[: -self.num_filler], self.latent_tokens, self.device)
@@ -145,7 +145,7 @@ class PackedLayout:
         return {name: tensor for name in INDEX_TENSORS if (tensor := getattr(self, name)) is not None}
 
     def with_index_tensors(self, tensors: Mapping[str, Tensor], device: torch.device) -> PackedLayout:
-        """Return the same layout with these index tensors, which are on `device`, instead of ones that it creates."""
+        """Return the same layout with these index tensors, already on `device`, so that it need not create them."""
         layout = PackedLayout(self.lengths, self.latent_tokens, device, self.num_filler)
         vars(layout).update({name: tensors[name] for name in INDEX_TENSORS if name in tensors})
         return layout
@@ -153,7 +153,7 @@ class PackedLayout:
 
 @dataclass(frozen=True)
 class Batch:
-    """One unpadded micro-batch; sample i has `lengths[i]` contiguous tokens.
+    """One unpadded micro-batch, where sample i has `lengths[i]` contiguous tokens.
 
     Attributes:
         tokens: int64 [N], the samples' tokens, concatenated.

@@ -1,6 +1,6 @@
 """Batch sizes as a function of the step, and how a step's samples are dealt to ranks and micro-batches.
 
-Shape letters: S steps, G samples of a global batch, W ranks, R = G / W rounds in which each rank is dealt a sample, B
+Shape letters: S steps, G samples of a global batch, W ranks, R = G / W rounds (each deals one sample to every rank), B
 samples of a micro-batch.
 """
 
@@ -23,11 +23,11 @@ class BatchSize:
     """Batch sizes of one optimizer step."""
 
     global_batch_size: int  # samples over all ranks
-    micro_batch_size: int  # samples of one forward pass on one rank; with a token budget, at most
-    micro_batch_tokens: int = 0  # text and latent tokens of one forward pass on one rank, at most; 0: no such budget
+    micro_batch_size: int  # samples of one forward pass on one rank (with a token budget: at most)
+    micro_batch_tokens: int = 0  # most text and latent tokens of one forward pass on one rank, 0 for no budget
 
     def accumulation(self, world_size: int) -> int:
-        """Return the number of micro-batches of the step on each rank; with a token budget, at most."""
+        """Return how many micro-batches each rank has in the step (with a token budget: at most)."""
         samples = 1 if self.micro_batch_tokens else self.micro_batch_size
         return self.global_batch_size // (samples * world_size)
 
@@ -97,11 +97,11 @@ class TrainConfig:
                     raise ValueError(f"batch_schedule.{step}.{name}: must be at least {at_least}, found {size}")
 
     def is_due(self, done: int, every: int) -> bool:
-        """Return whether what happens every `every` steps (0: never) and at the end is due after `done` steps."""
+        """Return whether an action is due after `done` steps: every `every` steps (0: never), and after the last."""
         return every > 0 and (done % every == 0 or done == self.steps)
 
     def batch_stages(self, world_size: int) -> dict[int, BatchSize]:
-        """Return the batch sizes by the optimizer step from which they apply, in order; the first is step 0."""
+        """Return the batch sizes by the optimizer step where they begin, in order and from step 0."""
         return {
             step: BatchSize(size, micro or max(1, size // world_size), tokens)
             for step, size, micro, tokens in self._stages()
@@ -122,7 +122,8 @@ class TrainConfig:
     def check_batches(self, world_size: int) -> None:
         """Check that the ranks can share every global batch evenly.
 
-        It is a `ConfigError` if one is no multiple of micro-batch size x ranks, in a stage within or beyond `steps`.
+        It is a `ConfigError` if a global batch is not a multiple of micro-batch size x ranks, also in a stage beyond
+        `steps`.
         """
         for step, size, micro, tokens in self._stages():
             # With a token budget, or one micro-batch per rank that is its whole share, only the ranks must divide.
@@ -152,16 +153,20 @@ class TrainConfig:
 def deal(lengths: np.ndarray, size: BatchSize, world_size: int, latent_tokens: int) -> list[np.ndarray]:
     """Return the slots of all ranks' samples in each micro-batch of a step.
 
-    Samples sorted by length are dealt in rounds, each round in the opposite direction of the round before ("snake"
-    order), so that no rank always gets the longest. Consecutive rounds form a micro-batch; with a token budget rounds
-    are dealt to micro-batches as samples to ranks, so that these are alike. So all ranks have equally many
-    micro-batches, and in each of them equally many samples and nearly equally many tokens: no curve depends on it.
+    Samples sorted by length are dealt in rounds, and each round runs in the opposite direction of the round before
+    ("snake" order), so that no rank always gets the longest. Consecutive rounds form a micro-batch. With a token
+    budget, rounds are dealt to micro-batches the way samples are dealt to ranks, which makes the micro-batches alike.
+    All ranks then have the same number of micro-batches and of samples in each, and nearly the same number of tokens.
+    No curve depends on how we deal.
 
-    `lengths` are tokens of the samples by slot, int [G]; `latent_tokens`, those of each sample, count for the token
-    budget too. Each micro-batch has slots int64 [B, W].
+    Args:
+        lengths: Text tokens of each sample by slot, int [G].
+        latent_tokens: Latent tokens of each sample, which count toward the token budget too.
+
+    Returns:
+        Slots of each micro-batch, int64 [B, W].
     """
-    rounds = np.argsort(lengths, kind="stable").reshape(-1, world_size)
-    rounds[1::2] = rounds[1::2, ::-1]
+    rounds = _snake_rounds(np.argsort(lengths, kind="stable"), world_size)
     if not size.micro_batch_tokens:
         return list(rounds.reshape(-1, size.micro_batch_size, world_size))
     return [rounds[part] for part in _alike(lengths[rounds] + latent_tokens, size)]
@@ -172,25 +177,32 @@ def largest_micro_batches(tokens: np.ndarray, size: BatchSize, world_size: int) 
 
     `tokens` are the text and latent tokens of the steps' samples, int64 [S, G].
     """
-    rounds = np.sort(tokens, axis=1).reshape(len(tokens), -1, world_size)
-    rounds[:, 1::2] = rounds[:, 1::2, ::-1]
+    rounds = _snake_rounds(np.sort(tokens, axis=1), world_size)
     if not size.micro_batch_tokens:
         return rounds.reshape(len(tokens), -1, size.micro_batch_size, world_size).sum(axis=2).max(axis=(1, 2))
     return np.array([max(step[part].sum(axis=0).max() for part in _alike(step, size)) for step in rounds])
 
 
 def largest_possible(longest: int, size: BatchSize) -> int:
-    """Return the tokens of the largest micro-batch that there can be, of samples of at most `longest` tokens."""
+    """Return an upper bound on the tokens of a micro-batch whose samples have at most `longest` tokens."""
     if size.micro_batch_tokens:
         return max(longest, min(size.micro_batch_tokens, size.micro_batch_size * longest))
     return size.micro_batch_size * longest
 
 
-def _alike(tokens: np.ndarray, size: BatchSize) -> list[np.ndarray]:
-    """Return the rounds of each micro-batch: few and alike, and within the token budget on every rank.
+def _snake_rounds(samples: np.ndarray, world_size: int) -> np.ndarray:
+    """Arrange samples [..., G], in order of length, in rounds [..., R, W], every second one in reverse."""
+    rounds = samples.reshape(*samples.shape[:-1], -1, world_size)
+    rounds[..., 1::2, :] = rounds[..., 1::2, ::-1]
+    return rounds
 
-    A micro-batch has every n-th round in snake order, from the longest on; a round that exceeds the budget is alone.
-    `tokens` are text and latent tokens of each rank's sample, int [R, W], in ascending order of rounds.
+
+def _alike(tokens: np.ndarray, size: BatchSize) -> list[np.ndarray]:
+    """Divide rounds into few, similar micro-batches that stay within the token budget on every rank.
+
+    A micro-batch gets every n-th round in snake order, starting from the longest. A round that exceeds the budget gets
+    a micro-batch of its own. `tokens` are the text and latent tokens of each rank's sample, int [R, W], with rounds in
+    ascending order.
     """
     budget = size.micro_batch_tokens
     fitting = tokens[tokens.max(axis=1) <= budget]

@@ -54,7 +54,7 @@ def _split_info(split: Split) -> dict[str, Any]:
     quantiles = {f"{q:.0%}": int(np.searchsorted(cumulative, q * cumulative[-1])) for q in (0.05, 0.5, 0.95)}
     width = -(-split.manifest.max_length // _LENGTH_BINS)
     bins = [int(counts[low : low + width].sum()) for low in range(1, len(counts), width)]
-    # Spaced evenly, not drawn: the same numbers for the same store.
+    # Spaced evenly rather than drawn, so that a store always gets the same numbers.
     indices = np.unique(np.linspace(0, len(split) - 1, min(_MAX_NORM_SAMPLES, len(split))).astype(np.int64))
     norms = np.linalg.norm(split.gather(indices)[2], axis=-1)
     return {
@@ -120,9 +120,9 @@ def _bars(histogram: dict[str, Any]) -> Iterator[str]:
 
 
 def verify_store(path: Path, threads: int | None = None, progress: Progress | None = None) -> list[str]:
-    """Return a line for every damaged file and every bad sample of a store; `threads` files are read at a time.
+    """Return a line for every damaged file and every bad sample of a store, reading `threads` files at a time.
 
-    A store that cannot be opened at all is a `DataError`.
+    It is a `DataError` if the store cannot be opened at all.
     """
     store = Store.open(path)
     (items,) = partition_items(store, 1, list(store.manifest.splits))
@@ -180,7 +180,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm data`; return 0 or raise `MmldlmError`."""
+    """Run `mmldlm data` and return 0, or raise `MmldlmError`."""
     options = _parser().parse_args(argv)
     for option in ("threads", "count", "neighbors", "seed"):
         value, minimum = getattr(options, option, None), 1 if option in ("threads", "count") else 0

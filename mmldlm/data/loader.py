@@ -26,7 +26,7 @@ from mmldlm.utils.short_repr import display_name
 
 Corrupt = Callable[[int, Sequence[Batch]], list[Batch]]
 
-SEARCHED_SAMPLES = 1 << 16  # whose lengths are looked at together
+SEARCHED_SAMPLES = 1 << 16  # looked at together by `largest_step`
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class DataConfig:
 class Loader:
     """Micro-batches of one rank.
 
-    The samples of a step are `order.take(position, G)`, and a sample's position in that array is its slot, for any
-    number of ranks and workers; each step advances the position by its own G. `deal` assigns slots to ranks and
+    The samples of a step are `order.take(position, G)`, and a sample's position in that array is its slot, whatever the
+    number of ranks and workers. Each step advances the position by its own G. `deal` assigns slots to ranks and
     micro-batches by the lengths of all samples of the step, which every rank knows.
     """
 
@@ -113,9 +113,9 @@ class Loader:
             seed: Key of the sample order.
             batch_at: Returns the batch sizes of a step, which `TrainConfig.check_batches` accepts.
             device_type: Decides about the default number of workers and pinned memory.
-            corrupt: Returns a step's micro-batches in their corrupted form, given the step. It is called where they are
-                read, if that is in workers or if they go to a GPU; it is not in the main process of a run on CPU, which
-                has nothing to gain from it.
+            corrupt: Returns a step's micro-batches in their corrupted form, given the number of steps done before. We call
+                it in the loader if that has workers, or if batches go to a GPU. A CPU run without workers would gain
+                nothing, so there the trainer corrupts them.
         """
         assert 0 <= rank < world_size
         self.batch_at = batch_at
@@ -144,8 +144,10 @@ class Loader:
         """Yield (step, this rank's micro-batches) for steps [start_step, stop_step), counted from 0.
 
         Only one such iterator can be active: the next call ends it and keeps the workers. `start_sample` is the
-        position in the sample order of the first step, by default that of a run with these batch sizes since step 0.
-        If a sample is malformed, or a worker died, hung or raised, that is a `DataError`, and all workers are killed.
+        position of the first step in the sample order, by default as if all earlier steps had these batch sizes.
+
+        Raises:
+            DataError: A sample is malformed, or a worker died, hung or raised. All workers are killed first.
         """
         if start_sample is None:
             start_sample = sum(self.batch_at(step).global_batch_size for step in range(start_step))
@@ -160,11 +162,11 @@ class Loader:
             yield step, batches
 
     def read(self, position: int, size: BatchSize, rank: int) -> list[Batch]:
-        """Read the micro-batches of any rank of the step that begins at `position`, in this process; not corrupted."""
+        """Read one rank's micro-batches of the step at `position` in this process, without corruption."""
         return self._dataset.read(position, size, rank)
 
     def read_slots(self, position: int, size: BatchSize, slots: np.ndarray) -> list[Batch]:
-        """Read some slots of the step that begins at `position`, in micro-batches; not corrupted."""
+        """Read some slots of the step at `position` in micro-batches, without corruption."""
         samples, _ = self._dataset.take(position, size.global_batch_size)
         parts = np.array_split(slots, -(-len(slots) // size.micro_batch_size))
         return [collate(self._dataset.split, samples[part], part) for part in parts]
@@ -172,7 +174,7 @@ class Loader:
     def micro_batch_tokens(self, position: int, size: BatchSize) -> np.ndarray:
         """Return the text and latent tokens of all ranks' micro-batches of a step, int64 [world_size, micro-batches].
 
-        Reads only lengths and needs no communication, since the sample order is known to every rank.
+        This reads only lengths, and needs no communication since every rank knows the sample order.
         """
         dataset = self._dataset
         _, lengths = dataset.take(position, size.global_batch_size)
@@ -181,10 +183,10 @@ class Loader:
         return np.stack([tokens[slots].sum(axis=0) for slots in slots_of_micro_batches], axis=1)
 
     def largest_step(self, steps: range, position: int, size: BatchSize) -> tuple[int, int]:
-        """Return (text and latent tokens of the largest micro-batch of any rank, the first of `steps` that has one).
+        """Find the largest micro-batch of any rank: return its text and latent tokens, and the first step that has it.
 
-        The first step begins at `position`, and all of them have the batch sizes `size`. The search takes some
-        microseconds for each sample, and ends early with as many tokens as a micro-batch can have.
+        The first step begins at `position`, and all `steps` have the batch sizes `size`. The search takes some
+        microseconds per sample. It ends early at a micro-batch that cannot be exceeded.
         """
         dataset, samples = self._dataset, size.global_batch_size
         most = largest_possible(dataset.split.manifest.max_length + dataset.latent_tokens, size)
@@ -228,7 +230,7 @@ def collate(split: Split, samples: np.ndarray, slots: np.ndarray) -> Batch:
 
 
 class _StepSampler:
-    """Sampler of steps whose range may change between iterations, so that persistent workers can be reused.
+    """Sampler of steps. The range of steps may change between iterations, so that persistent workers can be reused.
 
     An item is a step, the position of its first sample in the order, and its batch sizes.
     """
@@ -256,7 +258,7 @@ class _StepDataset(Dataset):
         self._stand_ins = _stand_ins(split, config.skip_samples)
 
     def take(self, position: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return indices and lengths of `count` samples of the order, with stand-ins for those that are left out."""
+        """Return indices and lengths of `count` samples of the order, with a stand-in for each skipped sample."""
         samples, lengths = self.order.take_with_lengths(position, count)
         if self._stand_ins:
             places = np.flatnonzero(np.isin(samples, list(self._stand_ins)))
@@ -283,7 +285,7 @@ class _StepDataset(Dataset):
 
 
 def _stand_ins(split: Split, left_out: Sequence[str]) -> dict[int, int]:
-    """Return the next sample of the store, by index, for each that is left out; ConfigError if a store has no other."""
+    """Map each skipped sample to its replacement, the next sample of the same store, or raise `ConfigError`."""
     indices = [split.index_of(name) for name in left_out]
     absent, stand_ins = {*indices, *split.skipped.tolist()}, {}
     for index in indices:
@@ -296,7 +298,7 @@ def _stand_ins(split: Split, left_out: Sequence[str]) -> dict[int, int]:
 
 
 def _auto_workers(device_type: str) -> int:
-    """Return 0 on CPU, where workers would take cores from the model; else this rank's share of the cores, up to 8."""
+    """Return 0 on CPU, where workers would take cores from the model, else this rank's share of the cores, up to 8."""
     if device_type == "cpu":
         return 0
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -27,7 +27,7 @@ CHECKSUM_NAME = "manifest.sha256"  # in the format of sha256sum
 
 @dataclass(frozen=True)
 class ShardInfo:
-    """One shard; its files are `NAME.SUFFIX` for every suffix in `files`."""
+    """One shard, whose files are `NAME.SUFFIX` for every suffix in `files`."""
 
     name: str
     samples: int
@@ -49,7 +49,7 @@ class SplitInfo:
 class LatentInfo:
     """Shape and scale of the latents, measured on the training split.
 
-    `rms` is the root mean square of the centered latents, so that `(x - mean) / rms` has norm sqrt(C) on average;
+    `rms` is the root mean square of the centered latents, so that `(x - mean) / rms` has norm sqrt(C) on average.
     `max_norm` is the largest norm of a standardized latent vector, or an upper bound on it.
     """
 
@@ -61,7 +61,7 @@ class LatentInfo:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> LatentInfo:
-        """Create from JSON values; TypeError or KeyError if they do not describe latents."""
+        """Create from JSON values, or raise `TypeError` or `KeyError` if they do not describe latents."""
         return cls(**{**content, "mean": tuple(content["mean"])})
 
     def standardize(self, latents: np.ndarray) -> np.ndarray:
@@ -97,7 +97,7 @@ class Manifest:
 
     @property
     def has_prefixes(self) -> bool:
-        """True if samples begin with conditions, see `prepare --prefix-field`."""
+        """True if samples begin with conditions (see `prepare --prefix-field`)."""
         return "prefixes" in self.tokenizer
 
     def to_json(self) -> str:
@@ -120,7 +120,7 @@ class Manifest:
 
     @classmethod
     def read(cls, store: Path) -> Manifest:
-        """Read the manifest of the store at `store`; if missing, incomplete or of another format, raise `DataError`."""
+        """Read the manifest of a store, or raise `DataError` if it is missing, incomplete or of another format."""
         path = store / MANIFEST_NAME
         if not path.is_file():
             reason = "no such folder" if not store.exists() else f"it has no {MANIFEST_NAME}"
@@ -130,7 +130,7 @@ class Manifest:
         text, checksum = read_regular(path), store / CHECKSUM_NAME
         found = checksum_line(hashlib.sha256(text).hexdigest())
         expected = read_regular(checksum).decode(errors="replace") if checksum.is_file() else "none"
-        if expected != found:  # then the hashes in it cannot be trusted
+        if expected != found:  # then we cannot trust the hashes in it
             found = f"SHA-256 is {found[:12]}..., expected {expected[:12]}..."
             raise DataError(f"{path}: damaged, or its {CHECKSUM_NAME}: {found}; copy or prepare the store anew")
         try:
@@ -152,7 +152,7 @@ class Manifest:
         return manifest
 
     def _check(self) -> None:
-        """Raise ValueError for a field whose type or value no store can have."""
+        """Raise `ValueError` if a field has a type or value that no store can have."""
         latent, splits, files = self.latent, self.splits.values(), dict(self.all_files())
         shards = [shard for split in splits for shard in split.shards]
         parts: list[Any] = [self, latent, *splits, *shards]
@@ -163,7 +163,7 @@ class Manifest:
                     raise ValueError(f"{field.name} is {short_repr(value)}, expected {expected}, not below 0")
         sums = [np.sum([(shard.samples, shard.tokens) for shard in split.shards], 0).tolist() for split in splits]
         scale = np.array([latent.rms, latent.max_norm, *np.square(latent.mean)])
-        tokenizer = files.get("tokenizer/tokenizer.json")  # which the description of a store has not
+        tokenizer = files.get("tokenizer/tokenizer.json")  # absent in the description of a store
         for name, is_possible in {
             "mask_id": self.mask_id != self.pad_id and max(self.mask_id, self.pad_id) < self.vocab_size <= 1 << 24,
             "token_dtype": self.token_dtype in ("uint16", "uint32"),
@@ -186,12 +186,12 @@ def checksum_line(digest: str) -> str:
 
 
 def shard_info(content: Mapping[str, Any]) -> ShardInfo:
-    """Create a `ShardInfo` from JSON values; TypeError or KeyError if they are incomplete."""
+    """Create a `ShardInfo` from JSON values, or raise `TypeError` or `KeyError` if they are incomplete."""
     return ShardInfo(**{**content, "files": {suffix: FileInfo(**info) for suffix, info in content["files"].items()}})
 
 
 def describe_losses(tokenizer: Mapping[str, Any]) -> str:
-    """Return what tokens lose of their texts, from a manifest's `tokenizer`; "" if it was not measured."""
+    """Describe how much text the tokens lose, by a manifest's `tokenizer`, or return "" if it was not measured."""
     labels = {
         "unknown_tokens": "of tokens are unknown",
         "lossy_documents": "of documents are not what their tokens decode to",
@@ -200,5 +200,5 @@ def describe_losses(tokenizer: Mapping[str, Any]) -> str:
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """Return the smallest type in which tokens of the vocabulary are stored."""
+    """Return the smallest type that holds the tokens of the vocabulary."""
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)

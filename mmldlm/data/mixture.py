@@ -1,4 +1,4 @@
-"""Mixtures: several compatible stores opened as one, from which samples are drawn by their shares.
+"""Mixtures: several compatible stores opened as one, each with its share of the samples.
 
 Shape letters: K stores, C latent channels.
 """
@@ -22,10 +22,10 @@ from mmldlm.utils.short_repr import short_repr
 
 
 def open_data(location: str | Path | Mapping[str, float]) -> Store:
-    """Open the store at a path, or the stores of `data.mixture` as one; incompatible ones are a `DataError`.
+    """Open the store at a path, or the stores of `data.mixture` (proportions by path) as one.
 
-    Stores of a mixture are given as proportions by path. They are ordered by share, largest first, and then by content:
-    so samples have the same indices regardless of the paths and of the order in which they are given.
+    The stores are ordered by share, largest first, and then by content, so the index of a sample does not depend on
+    their paths or on the order in the config. It is a `DataError` if the stores are incompatible.
     """
     if not isinstance(location, Mapping):
         return Store.open(location)
@@ -35,7 +35,7 @@ def open_data(location: str | Path | Mapping[str, float]) -> Store:
     exact = {path: Fraction(str(weight)) for path, weight in weights.items()}  # via str, so that 0.1 is exactly 1/10
     names = [Path(path).name for path in weights]
     sources = [
-        # A store has the name of its folder in records and curves, or its path if that is ambiguous.
+        # Records and curves call a store by the name of its folder, or by its path if two folders have that name.
         replace(
             Store.open(path, name if names.count(name) == 1 else path).sources[0],
             share=exact[path] / sum(exact.values()),
@@ -73,7 +73,7 @@ def _shared_properties(manifest: Manifest) -> dict[str, Any]:
         "pad_id": manifest.pad_id,
         "tokenizer": manifest.tokenizer["sha256"],
         "latent shape": [manifest.latent.tokens, manifest.latent.channels],
-        # Key by key for a precise message; the whole dict also finds keys that only the other store has.
+        # Key by key for a precise message. The whole dict also finds keys that only the other store has.
         **{f"encoder {key}": value for key, value in sorted(manifest.encoder.items())},
         "encoder": manifest.encoder,
         "splits": list(manifest.splits),
@@ -81,7 +81,7 @@ def _shared_properties(manifest: Manifest) -> dict[str, Any]:
 
 
 def _pooled_manifest(sources: Sequence[Source]) -> Manifest:
-    """Return the manifest of the mixture: summed counts, the largest length, pooled latent statistics, and no files."""
+    """Return a manifest of the mixture, with summed counts, the largest length and pooled latent statistics."""
     manifests = [source.manifest for source in sources]
     splits = {}
     for name in manifests[0].splits:
@@ -95,11 +95,11 @@ def _pooled_manifest(sources: Sequence[Source]) -> Manifest:
 
 
 def pooled_latents(parts: Sequence[tuple[LatentInfo, float]]) -> LatentInfo:
-    """Return the latent statistics of samples that are drawn from all `parts` by their shares, which sum to 1.
+    """Return the latent statistics of a mixture of `parts`, given with their shares, which sum to 1.
 
     By the law of total variance, averaged over channels, the pooled mean square is the mean of the parts' mean squares
     plus the mean squared distance of their means from the pooled mean. `max_norm` is a bound: the norm of a centered
-    latent is at most the largest of its part plus the distance of the part's mean.
+    latent is at most the largest norm in its part plus the distance of the part's mean.
     """
     means = np.array([latent.mean for latent, _ in parts])  # [K, C]
     shares = np.array([share for _, share in parts])

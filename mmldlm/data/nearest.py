@@ -1,4 +1,4 @@
-"""Nearest neighbors among the samples of a store: of latents, and of texts.
+"""Nearest neighbors among the samples of a store, by latents and by texts.
 
 Shape letters: n latents, M latent tokens of a sample, C latent channels.
 """
@@ -14,7 +14,7 @@ import torch
 from mmldlm.data.store import Split, Store
 
 _BLOCK_SAMPLES = 8192
-_MAX_TEXTS = 100_000  # that are searched for the most similar one
+_MAX_TEXTS = 100_000  # of an index
 
 
 def unit_vectors(latents: np.ndarray) -> np.ndarray:
@@ -27,10 +27,10 @@ def unit_vectors(latents: np.ndarray) -> np.ndarray:
 def nearest_neighbors(
     store: Store, split: Split, latents: np.ndarray, count: int, exclude: Sequence[int | None] = ()
 ) -> list[list[tuple[int, float]]]:
-    """Return for each of `latents` [n, M, C], on the encoder's scale, (index, cosine) of its `count` nearest samples.
+    """Find the `count` nearest samples of each of `latents` [n, M, C], and return (index, cosine) of each.
 
-    The cosine is that of latents standardized by `store`, that is, without the mean that all samples share. `exclude`
-    has for each latent the index of a sample that does not count, such as its own, or None.
+    Latents are on the encoder's scale. The cosine is between latents standardized by `store`, that is, without the mean
+    that all samples share. `exclude` has one sample per latent that does not count (for example its own), or None.
     """
     queries, first = unit_vectors(store.standardize(latents)), 0
     best: list[list[tuple[float, int]]] = [[] for _ in latents]
@@ -60,7 +60,7 @@ def draw_samples(split: Split, count: int, rng: np.random.Generator) -> np.ndarr
 
 
 def sparse_counts(texts: Sequence[Sequence[int] | np.ndarray], vocab_size: int) -> torch.Tensor:
-    """Return how often each token occurs in each text, sparse float64 [n, V]."""
+    """Count each token in each text, sparse float64 [n, V]."""
     lengths = torch.tensor([len(text) for text in texts])
     rows = torch.arange(len(texts)).repeat_interleave(lengths)
     columns = torch.from_numpy(np.concatenate([np.empty(0, np.int64), *texts]).astype(np.int64))
@@ -71,7 +71,7 @@ def sparse_counts(texts: Sequence[Sequence[int] | np.ndarray], vocab_size: int) 
 
 
 class TextIndex:
-    """Texts as sequences of token ids below `vocab_size`, to find the one that is most similar to another text."""
+    """Index over texts (token ids below `vocab_size`) that finds the text most similar to another one."""
 
     def __init__(self, texts: Sequence[np.ndarray], vocab_size: int):
         self._texts, self._counts = texts, sparse_counts(texts, vocab_size)
@@ -84,14 +84,14 @@ class TextIndex:
 
     @classmethod
     def of_split(cls, split: Split, seed: int) -> TextIndex:
-        """Return the texts of a split; of more than 100,000, as many are drawn."""
+        """Index the texts of a split, or 100,000 drawn at random if it has more."""
         drawn = draw_samples(split, _MAX_TEXTS, np.random.default_rng(seed))
         return cls(split.samples(np.sort(drawn))[1], split.manifest.vocab_size)
 
     def similarity(self, text: Sequence[int]) -> float:
-        """Return the similarity of `text` to the most similar text, 1 if they are equal.
+        """Return the similarity of `text` to the most similar text, which is 1 if they are equal.
 
-        The similarity is 2 x common tokens, in the same order, / tokens of both (`difflib.SequenceMatcher`).
+        The similarity is 2 x common tokens in the same order / tokens of both (`difflib.SequenceMatcher`).
         """
         own = list(text)
         wanted = torch.bincount(torch.tensor(own), minlength=self._counts.shape[1])
@@ -99,7 +99,7 @@ class TextIndex:
         common = torch.zeros_like(self.lengths).index_add(
             0, rows, torch.minimum(self._counts.values(), wanted[columns].double())
         )
-        # Common tokens in any order bound the similarity, so the search ends at the first bound below the best.
+        # Common tokens in any order bound the similarity, so we can stop at the first bound below the best.
         bounds, order = (2 * common / (self.lengths + len(own))).sort(descending=True)
         best = 0.0
         for bound, row in zip(bounds.tolist(), order.tolist(), strict=True):

@@ -1,7 +1,7 @@
 """Sample order as pure functions of (seed, position): no state to save, and no array of the size of the data set.
 
 `SampleOrder` shuffles one store, `MixedOrder` draws from several. A position counts the samples drawn since the start
-of the run; an index numbers the samples of a split.
+of the run, and an index numbers the samples of a split.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ROUNDS = 6  # of the Feistel network
 
 
 def _mix(value: np.ndarray) -> np.ndarray:
-    """The finalizer of SplitMix64 (Steele et al. 2014): a bijection of uint64 that looks random; overflow wraps."""
+    """Apply the finalizer of SplitMix64 (Steele et al. 2014): a bijection of uint64 that looks random, and wraps."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -37,21 +37,24 @@ def _key(*parts: int) -> np.ndarray:
 
 
 def permute(index: np.ndarray, n: int, seed: int, epoch: int | np.ndarray) -> np.ndarray:
-    """Return the images int64 of `index`, integers of any shape, under the permutation of range(n) of (seed, epoch).
+    """Apply the permutation of range(n) that belongs to (seed, epoch) to `index`, integers of any shape.
 
-    A Feistel network permutes the smallest power of four that is not below n. An image outside range(n) is permuted
-    again until it falls inside (cycle walking), at most about 4 times on average. There may be an epoch per index.
+    A Feistel network permutes range(m), where m is the smallest power of four that is not below n. An image outside
+    range(n) is permuted again until it falls inside (cycle walking), at most about 4 times on average. Each index may
+    have its own epoch. Images are int64.
     """
     assert n > 0 and (index.size == 0 or (index.min() >= 0 and index.max() < n)), "index outside range(n)"
-    # Half of the bits of the permuted domain, which has 4^half >= n values.
+    # Half of the bits of the domain, which has 4^half >= n values.
     half = max(1, ((n - 1).bit_length() + 1) // 2)
     bits, low = np.uint64(half), np.uint64((1 << half) - 1)
     epoch_key = _mix(_key(seed) ^ np.asarray(epoch, np.int64).astype(np.uint64).ravel())
-    keys = [_mix(epoch_key ^ np.uint64(round_)) for round_ in range(_ROUNDS)]  # one of each round, for all or by index
+    keys = [
+        _mix(epoch_key ^ np.uint64(round_)) for round_ in range(_ROUNDS)
+    ]  # of each round: one for all, or one per index
 
     def network(value: np.ndarray, keys: Sequence[np.ndarray]) -> np.ndarray:
         left, right = value >> bits, value & low
-        # A Feistel round is invertible whatever function is mixed in, so the network is a permutation.
+        # A Feistel round is invertible whatever function we mix in, so the network is a permutation.
         for key in keys:
             left, right = right, left ^ (_mix(right ^ key) & low)
         return (left << bits) | right
@@ -72,24 +75,24 @@ class StoreSamples:
     first: int
     count: int
     skipped: np.ndarray  # int64, ascending, relative to `first`
-    share: Fraction = Fraction(1)  # of the stream; the shares of all stores of a mixture sum to 1
+    share: Fraction = Fraction(1)  # of the stream. The shares of all stores in a mixture sum to 1
     key: int = 0  # distinguishes the permutations of a store in a mixture
 
     def __len__(self) -> int:
         return self.count - len(self.skipped)
 
     def indices(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the indices of the kept samples with these `numbers`, which count kept samples from 0."""
+        """Return the indices of kept samples, given their `numbers`, which count only kept samples from 0."""
         # A number moves up by the skipped samples that come before it.
         kept_before_skipped = self.skipped - np.arange(len(self.skipped))
         return self.first + numbers + np.searchsorted(kept_before_skipped, numbers, side="right")
 
 
 class _WindowedOrder:
-    """An infinite stream of sample indices in which neighbors have similar lengths.
+    """An infinite stream of sample indices whose neighbors have similar lengths.
 
-    The stream consists of windows. A window's samples are sorted by length and cut into blocks of `block` samples,
-    which are shuffled. Subclasses define which samples a window holds and where it begins in the stream.
+    The stream consists of windows. We sort a window's samples by length, cut them into blocks of `block` samples and
+    shuffle the blocks. Subclasses define which samples a window holds and where it begins in the stream.
     """
 
     def __init__(self, lengths: np.ndarray | SampleLengths, seed: int, window: int, block: int):
@@ -103,7 +106,7 @@ class _WindowedOrder:
         return self.take_with_lengths(start, count)[0]
 
     def take_with_lengths(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the same indices as `take` and the lengths of those samples, both [count]."""
+        """Return the same indices as `take`, and the lengths of these samples, both [count]."""
         assert start >= 0 and count >= 0
         indices, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
         position, stop = start, start + count
@@ -120,7 +123,7 @@ class _WindowedOrder:
         raise NotImplementedError
 
     def _window_indices(self, number: int) -> np.ndarray:
-        """Return the indices of a window's samples, int64; samples of equal length keep this order."""
+        """Return the indices of a window's samples, int64, in the order that samples of equal length keep."""
         raise NotImplementedError
 
     def _sorted_window(self, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,7 +131,7 @@ class _WindowedOrder:
         lengths = self.lengths[indices]
         by_length = np.argsort(lengths, kind="stable")
         blocks = -(-len(indices) // self.block)
-        # Epochs are not negative, so the blocks' keys (-1, -2, ...) never coincide with those of the samples.
+        # Epochs are not negative, so the blocks' keys (-1, -2, ...) never coincide with the samples' keys.
         shuffled = permute(np.arange(blocks), blocks, self.seed, -1 - number)
         order = np.concatenate([by_length[b * self.block : (b + 1) * self.block] for b in shuffled])
         return indices[order], lengths[order]
@@ -150,7 +153,7 @@ class SampleOrder(_WindowedOrder):
     ):
         super().__init__(lengths, seed, window, block)
         self._samples = StoreSamples(0, len(lengths), np.asarray(skipped, np.int64))
-        self._windows = -(-len(self) // window)  # per epoch; the last may be shorter
+        self._windows = -(-len(self) // window)  # per epoch, the last perhaps shorter
 
     def __len__(self) -> int:
         """Return the number of samples per epoch."""
@@ -160,7 +163,7 @@ class SampleOrder(_WindowedOrder):
         return SampleOrder, (self.lengths, self.seed, self.window, self.block, self._samples.skipped)
 
     def epochs(self, position: int) -> list[float]:
-        """Return how many epochs of each store (here one) have been drawn before `position`."""
+        """Return how many epochs of each store (here there is one) were drawn before `position`."""
         return [position / len(self)]
 
     def _locate(self, position: int) -> tuple[int, int]:
@@ -176,13 +179,13 @@ class SampleOrder(_WindowedOrder):
 
 
 def count_draws(position: int, shares: Sequence[Fraction]) -> list[int]:
-    """Return how many of the first `position` samples of a stream are drawn from each part, by descending shares.
+    """Return how many of the first `position` samples of a stream come from each part, by descending shares.
 
-    The first part gets its share of the samples, rounded; the second its share of the remaining samples, and so on. No
-    count decreases as the position grows. With two or three parts no count is off its share by a whole sample, and
-    with K parts none by more than (1 + H) / 2, where H is the sum of 1 / j for j < K: each rounding error, at most 1/2,
-    reaches part k in proportion to its share of the remainder, and the remainder behind part j contained k - j parts at
-    least as large.
+    The first part gets its share of the samples, rounded. The second gets its share of the remaining samples, and so
+    on. No count decreases as the position grows. With two or three parts no count is off its share by a whole sample,
+    and with K parts none is off by more than (1 + H) / 2, where H is the sum of 1 / j for j < K: each rounding error,
+    at most 1/2, reaches part k in proportion to its share of the remainder, and the remainder behind part j contained
+    k - j parts at least as large.
     """
     counts, samples_left, share_left = [], position, Fraction(1)
     for share in shares:
@@ -197,8 +200,8 @@ def count_draws(position: int, shares: Sequence[Fraction]) -> list[int]:
 class MixedOrder(_WindowedOrder):
     """Order of the samples of several stores, each with its share of every window.
 
-    Each store is read epoch by epoch, in permutations of its own; there is no epoch of the mixture. A window's samples
-    of one store are spaced evenly among the others before the window is sorted, and so are samples of equal length
+    Each store is read epoch by epoch in its own permutations, and the mixture itself has no epochs. Before a window is
+    sorted, the samples of each store are spaced evenly among the others, and samples of equal length stay so
     afterwards. `parts` are in descending order of their shares.
     """
 
@@ -224,7 +227,7 @@ class MixedOrder(_WindowedOrder):
         return MixedOrder, (self.lengths, self.seed, self.parts, self.window, self.block)
 
     def epochs(self, position: int) -> list[float]:
-        """Return how many epochs of each store have been drawn before `position`."""
+        """Return how many epochs of each store were drawn before `position`."""
         counts = count_draws(position, self._shares)
         return [count / len(part) for count, part in zip(counts, self.parts, strict=True)]
 
@@ -246,7 +249,7 @@ class MixedOrder(_WindowedOrder):
 
 
 def make_sample_order(split: Split, seed: int, window: int) -> SampleOrder | MixedOrder:
-    """Return the order in which a run reads a split."""
+    """Return the sample order of a run on a split."""
     if len(split.sources) == 1:
         return SampleOrder(split.lengths, seed, window, skipped=split.skipped)
     parts = [

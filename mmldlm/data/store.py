@@ -1,7 +1,7 @@
 """`Store`: memory-mapped pairs of tokens and latents, in splits of shards.
 
 The cost of opening a store depends on its number of files, not on its number of samples. An index numbers the samples
-of a split, across its sources and shards; a row numbers the samples of one shard.
+of a split, across its sources and shards, and a row numbers the samples of one shard.
 Shape letters: n samples, N tokens of n samples, M latent tokens of a sample, C latent channels, V vocabulary.
 """
 
@@ -32,9 +32,10 @@ _FILES_PER_TASK = 2048  # of a thread that checks sizes
 
 
 class Shard:
-    """One shard of a store, with read-only arrays; accessing one raises DataError if its file contradicts the manifest.
+    """One shard of a store. Accessing one of its read-only arrays maps the file.
 
-    If a process would map too many arrays, the one that was mapped first is released; its next access maps it again.
+    If a process would map too many arrays, the oldest map is released, and the next access maps the file again. It is a
+    `DataError` if the file of an accessed array contradicts the manifest.
     """
 
     def __init__(self, folder: Path, info: ShardInfo, manifest: Manifest):
@@ -71,8 +72,8 @@ class Shard:
         return self.folder / f"{self.info.name}.{kind}.npy"
 
     def lengths(self, rows: np.ndarray | None = None) -> np.ndarray:
-        """Return the token counts of `rows`, by default of all, int64, or raise `DataError` if offsets are invalid."""
-        # Indexing by [2, n] rows copies the starts and stops of these samples only, not all offsets.
+        """Return the token counts of `rows` (by default all), int64, or raise `DataError` if offsets are invalid."""
+        # Indexing by [2, n] rows copies only the starts and stops of these samples, not all offsets.
         starts, stops = (self.offsets[:-1], self.offsets[1:]) if rows is None else self.offsets[[rows, rows + 1]]
         lengths = stops - starts
         invalid = (lengths < 1) | (lengths > self._manifest.max_length) | (starts < 0) | (stops > self.info.tokens)
@@ -91,7 +92,7 @@ class Shard:
             array = np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
         except (OSError, ValueError, EOFError) as error:
             raise DataError(f"{path}: not a readable array ({error})") from None
-        # Sizes alone do not show a file of the right length but another type or shape.
+        # A file of the right size may still have another type or shape.
         if array.dtype != np.dtype(dtype) or array.shape != shape:
             raise DataError(f"{path}: {array.dtype} {list(array.shape)}, expected {dtype} {list(shape)}")
         _mapped.append((weakref.ref(self), kind))
@@ -107,9 +108,9 @@ _mapped: deque[tuple[weakref.ref[Shard], str]] = deque()  # by this process, old
 
 @cache
 def max_mapped_arrays() -> int:
-    """Return how many arrays may be mapped at once: half of the maps and file descriptors available to the process.
+    """Return how many arrays may be mapped at once: half of the maps and file descriptors that the process may have.
 
-    Each mapped array costs one of both. The limit on descriptors is first raised to the maximum allowed.
+    Each mapped array costs one map and one descriptor. We first raise the limit on descriptors to its maximum.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
@@ -124,7 +125,7 @@ def max_mapped_arrays() -> int:
 
 @dataclass(frozen=True)
 class Source:
-    """One store folder: the only one of a `Store`, or one that contributes `share` of the samples of a mixture."""
+    """One store folder: the only folder of a `Store`, or the folder of `share` of a mixture's samples."""
 
     name: str
     path: Path
@@ -171,11 +172,11 @@ class Split:
         return int(self.shard_starts[-1])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A pickled memory map carries its data; workers that are spawned map the files again instead.
+        # A pickled memory map carries its data. Spawned workers map the files again instead.
         return Store.split, (self._store, self.name)
 
     def source_ranges(self) -> Iterator[tuple[Source, int, int]]:
-        """Yield (source, first index, index after the last) of each source."""
+        """Yield (source, first index, last index + 1) of each source."""
         starts = self.source_starts.tolist()
         return zip(self.sources, starts[:-1], starts[1:], strict=True)
 
@@ -192,7 +193,7 @@ class Split:
         return np.searchsorted(self.shard_starts, indices, side="right") - 1
 
     def group_by_source(self, indices: Sequence[int]) -> list[int] | dict[str, list[int]]:
-        """Return `indices` as records name them: of several sources, by name, the indices within that source."""
+        """Return `indices` as records show them: with several sources, by the name of the source, indices within it."""
         if len(self.sources) == 1:
             return list(indices)
         by_source: dict[str, list[int]] = {}
@@ -211,7 +212,7 @@ class Split:
         return f"{source.name}:{index_in_source}"
 
     def index_of(self, name: str) -> int:
-        """Return the index of the sample STORE:INDEX; ConfigError if there is none."""
+        """Return the index of the sample STORE:INDEX, or raise `ConfigError` if there is none."""
         store, _, number = name.rpartition(":")
         for source, first, stop in self.source_ranges():
             if source.name == store and number.isdecimal() and int(number) < stop - first:
@@ -246,19 +247,21 @@ class Split:
     def gather(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return concatenated tokens int64 [N], lengths int64 [n] and latents float32 [n, M, C] of `indices` [n].
 
-        Latents are on the encoder's scale. A token outside the vocabulary, or a latent that is not finite, is a
-        `DataError` that names shard and sample.
+        Latents are on the encoder's scale.
+
+        Raises:
+            DataError: A token is outside the vocabulary, or a latent is not finite. It names shard and sample.
         """
         if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < len(self):
             raise IndexError(f"samples {indices.min()} to {indices.max()} of split {self.name}, which has {len(self)}")
         shard_of = self.shard_of(indices)
         rows = (indices - self.shard_starts[shard_of]).tolist()
-        # Sample by sample: a micro-batch has few samples of each of many shards, for which NumPy's indexing by arrays
-        # costs more than a plain copy.
+        # Copy sample by sample: a micro-batch has few samples of each of many shards, and NumPy's indexing by arrays
+        # would cost more than plain copies.
         shards = [self.shards[shard] for shard in shard_of.tolist()]
         spans = [shard.offsets[row : row + 2].tolist() for shard, row in zip(shards, rows, strict=True)]
         lengths = np.array([stop - start for start, stop in spans], np.int64)
-        # A damaged length could allocate without bound below, before any error.
+        # A damaged length could allocate any amount of memory below.
         if len(lengths) and not 1 <= int(lengths.min()) <= int(lengths.max()) <= self.manifest.max_length:
             _ = self.lengths[indices]  # raises, naming the sample
         ends = np.cumsum(lengths)
@@ -268,7 +271,7 @@ class Split:
         for sample, (shard, row, (start, stop)) in enumerate(zip(shards, rows, spans, strict=True)):
             tokens[begins[sample] : ends[sample]] = shard.tokens[start:stop]
             latents[sample] = shard.latents[row]
-        # One pass in the usual case; the sample is searched for only if there is a bad one. Stored tokens are unsigned.
+        # One pass in the usual case. Only if there is a bad sample do we search for it. Stored tokens are unsigned.
         if len(tokens) and int(tokens.max()) >= self.manifest.vocab_size:
             position = int(np.argmax(tokens >= self.manifest.vocab_size))
             index = int(indices[np.searchsorted(begins, position, side="right") - 1])
@@ -279,7 +282,7 @@ class Split:
         return tokens, lengths, latents
 
     def samples(self, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
-        """Return prefixes with the token that ends each, texts and latents of `indices` [n], otherwise as `gather`."""
+        """Return prefixes (each with the token that ends it), texts, and latents of `indices` [n]. See `gather`."""
         tokens, lengths, latents = self.gather(indices)
         parts = np.split(tokens, lengths.cumsum()[:-1])
         cuts = [np.split(part, np.flatnonzero(part == self.manifest.pad_id)[:1] + 1) for part in parts]
@@ -301,7 +304,7 @@ class Split:
 
 
 class SampleLengths:
-    """Token counts of a split's samples, looked up by index in the offsets of the shards concerned."""
+    """Token counts of a split's samples, looked up by index in the offsets of the shards."""
 
     def __init__(self, split: Split):
         self._split = split
@@ -323,7 +326,7 @@ class SampleLengths:
         return lengths
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """Return the lengths of all samples; reads all offsets."""
+        """Return the lengths of all samples, for which all offsets are read."""
         lengths = np.concatenate([shard.lengths() for shard in self._split.shards])
         return lengths.astype(dtype or np.int32)
 
@@ -338,16 +341,16 @@ class Store:
         reopen: Callable[[], Store],
         skipped: Mapping[str, Sequence[int]] | None = None,
     ):
-        """Create the store of `sources`; `reopen` opens it again in another process. No file is opened yet."""
+        """Create the store of `sources` without opening a file. `reopen` opens it again in another process."""
         self.manifest, self.sources = manifest, sources
         self._reopen, self._skipped = reopen, dict(skipped or {})
         self._splits = {name: Split(self, name, self._skipped.get(name, ())) for name in manifest.splits}
 
     @classmethod
     def open(cls, path: Path | str, name: str = "") -> Store:
-        """Open the store at `path`, of this `name` in records, by default the folder's.
+        """Open the store at `path`. Records call it `name`, by default the name of the folder.
 
-        Cheap: it checks file sizes and maps the first shard of each split. A `DataError` names the file that is
+        This is cheap: it checks file sizes and maps the first shard of each split. It is a `DataError` if a file is
         missing, truncated or has another shape.
         """
         path = Path(path)
@@ -359,7 +362,7 @@ class Store:
             raise DataError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
         for split in store._splits.values():
             for kind in sorted(KINDS):
-                getattr(split.shards[0], kind)  # a defect of all shards is reported at once
+                getattr(split.shards[0], kind)  # a defect that all shards share shows up now
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -368,16 +371,16 @@ class Store:
     def without(self, skipped: Mapping[str, Sequence[int]]) -> Store:
         """Return this store with exactly these samples (ascending indices, by split) skipped.
 
-        If no sample of a source is left, that is a `DataError`.
+        It is a `DataError` if a source has no samples left.
         """
         return Store(self.manifest, self.sources, self._reopen, skipped)
 
     def with_manifest(self, manifest: Manifest) -> Store:
-        """Return the same samples under another manifest, such as one with other latent statistics."""
+        """Return the same samples under another manifest, for example with other latent statistics."""
         return Store(manifest, self.sources, self._reopen, self._skipped)
 
     def split(self, name: str) -> Split:
-        """Return the split `name`; DataError if there is none."""
+        """Return the split `name`, or raise `DataError` if there is none."""
         if not self._splits:
             raise DataError(f"{self.path}: has no samples; expected a complete data store, such as with --data")
         if name not in self._splits:
@@ -391,16 +394,16 @@ class Store:
 
     @cached_property
     def identity(self) -> str:
-        """SHA-256 of the manifest, which has the hash of each other file; of several, of identities and shares."""
+        """SHA-256 of the manifest, which has the hash of every other file, or of all sources' identities and shares."""
         if len(self.sources) == 1:
             return self.sources[0].identity
-        # The shares are part of it: they decide the sample order and the latent statistics.
+        # The shares decide the sample order and the latent statistics, so they are part of the identity.
         lines = (f"{source.identity} {source.share}" for source in self.sources)
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     @cached_property
     def token_counts(self) -> np.ndarray:
-        """Counts of the tokens in the training split, int64 [V]; several sources are weighted by their shares."""
+        """Counts of the tokens in the training split, int64 [V], with several sources weighted by their shares."""
         samples = [source.manifest.splits["train"].samples for source in self.sources]
         # Scale each source's counts from its own number of samples to its share of all samples.
         weighted = [
@@ -410,7 +413,7 @@ class Store:
         return np.rint(np.sum(weighted, axis=0)).astype(np.int64)
 
     def check_files(self) -> None:
-        """Check the sizes of all files; DataError names the first that is missing or has another size."""
+        """Check the sizes of all files, and raise `DataError` for the first that is missing or has another size."""
         with ThreadPoolExecutor(16) as pool:  # a network file system answers many requests at once
             for source in self.sources:
                 files = list(source.manifest.all_files())
@@ -428,7 +431,7 @@ class Store:
 
 def _open_again(reopen: Callable[[], Store], skipped: dict[str, Sequence[int]], latent: LatentInfo) -> Store:
     store = reopen()
-    # The run's statistics may be those of a checkpoint, not of the store, and workers must see the same latents.
+    # The run may use latent statistics of a checkpoint instead of the store's, and workers must see the same latents.
     return Store(replace(store.manifest, latent=latent), store.sources, reopen, skipped)
 
 

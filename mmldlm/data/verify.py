@@ -1,4 +1,4 @@
-"""Verification of a store before training: hashes of its files, and a check of every sample."""
+"""Verify a store before training: compare the hashes of its files, and check every sample."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 TRAINING_SPLITS = SPLITS[:2]  # read by training
 _CHUNK_BYTES = 1 << 20
-_EXPONENT_BITS = {2: 0x7C00, 4: 0x7F800000}  # by bytes per float; all set exactly if the float is not finite
+_EXPONENT_BITS = {2: 0x7C00, 4: 0x7F800000}  # by bytes per float. They are all set exactly if the float is not finite
 
 
 class BadSample(NamedTuple):
-    """A sample that cannot be trained on though its store is undamaged."""
+    """A sample that we cannot train on, although its store is undamaged."""
 
     split: int  # in `SPLITS`
     sample: int  # index in the split
@@ -35,25 +35,27 @@ class BadSample(NamedTuple):
 def verify(store: Store, full: bool, max_bad_samples: int, engine: Engine) -> tuple[Store, list[str]]:
     """Return the verified store without its bad samples, and a line about each of them (collective).
 
-    `full` hashes all files and checks all samples of the training splits, shared by the ranks. If it is false nothing
-    is read, but ranks still communicate, as their configs are not compared yet. A file that is not as the manifest
-    says, or more than `max_bad_samples`, is a `DataError` on all ranks.
+    `full` hashes all files and checks all samples of the training splits, shared by the ranks. Otherwise nothing is
+    read, but ranks still communicate, as their configs are not compared yet.
+
+    Raises:
+        DataError: A file contradicts the manifest, or there are more than `max_bad_samples`. All ranks raise it.
     """
-    # Ranks that see the same folder share the work; another node's own copy is read by the ranks of that node.
+    # Ranks that see the same folder share the work. If a node has its own copy, its own ranks read it.
     manifests = [(source.path / MANIFEST_NAME).stat() for source in store.sources]
     folder_id = [[manifest.st_ino, manifest.st_ctime_ns] for manifest in manifests]
-    # `full` is gathered too: ranks with `sizes` read nothing, and must not be given a part.
+    # Gather `full` too: ranks with `sizes` read nothing, and must not get a part.
     folder_ids = engine.gather([full, folder_id], "data folders")
     sharing = [rank for rank, other in enumerate(folder_ids) if other == folder_ids[engine.rank]]
     count, bad = 0, list[BadSample]()
     with engine.raise_on_all_ranks("verification of the data"):
         if full:
-            # One more than allowed is kept, so that the error can name the first of too many.
+            # Keep one more than allowed, so that the error can name the first of too many.
             with Progress(engine.rank == 0) as progress:
                 progress.phase("verifying the data", announce=False)
                 part, parts = sharing.index(engine.rank), len(sharing)
                 count, bad = verify_part(store, part, parts, max_bad_samples + 1, progress=progress)
-    # All copies have equal hashes and so the same bad samples: count those of rank 0's copy.
+    # All copies have equal hashes and so the same bad samples, so count only rank 0's copy.
     local_result = (count, bad) if 0 in sharing else (0, [])
     results = engine.gather(local_result, "bad samples of the data")
     total = sum(count for count, _ in results)
@@ -64,7 +66,8 @@ def verify(store: Store, full: bool, max_bad_samples: int, engine: Engine) -> tu
 def drop_bad_samples(store: Store, split: str, max_bad_samples: int) -> Store:
     """Return the store without the bad samples of `split`, at most `max_bad_samples` (single process).
 
-    If none may be left out nothing is read here: reading the first bad sample raises later. More are a `DataError`.
+    If that is 0, nothing is read here, and reading the first bad sample raises later. It is a `DataError` if there are
+    more bad samples.
     """
     if not max_bad_samples:
         return store
@@ -75,7 +78,7 @@ def drop_bad_samples(store: Store, split: str, max_bad_samples: int) -> Store:
 def _leave_out(
     store: Store, total: int, bad: Sequence[BadSample], max_bad_samples: int, splits: Sequence[str]
 ) -> Store:
-    """Return the store without its `total` bad samples, of which `bad` are the first; DataError if too many."""
+    """Return the store without its bad samples `bad`, or raise `DataError` if the `total` exceeds `max_bad_samples`."""
     if total > max_bad_samples:
         raise DataError(
             f"{bad[0].reason} ({total} bad samples in {' and '.join(splits)}, "
@@ -93,9 +96,13 @@ def verify_part(
     splits: Sequence[str] = TRAINING_SPLITS,
     progress: Progress | None = None,
 ) -> tuple[int, list[BadSample]]:
-    """Verify the `part`-th of `parts` nearly equal parts of `splits` and of the other files.
+    """Verify one of `parts` nearly equal parts of `splits` and of the other files.
 
-    Return the number of bad samples, and the first `keep` of them. The first file that is damaged is a `DataError`.
+    Returns:
+        The number of bad samples, and the first `keep` of them.
+
+    Raises:
+        DataError: A file is damaged.
     """
     count, bad = 0, list[BadSample]()
     items = sorted(partition_items(store, parts, splits)[part])
@@ -124,9 +131,9 @@ def partition_items(
 
 
 def verify_item(store: Store, item: tuple[int, int, str]) -> list[BadSample]:
-    """Hash a file, or the files of a shard and check each of its offsets, tokens and latents; return bad samples.
+    """Hash a file, or hash a shard's files and check all its offsets, tokens and latents. Return the bad samples.
 
-    `item` is one that `partition_items` returns. A damaged file is a `DataError`.
+    `item` is one of the items that `partition_items` returns. It is a `DataError` if a file is damaged.
     """
     split_number, shard_number, name = item
     if split_number == len(SPLITS):
@@ -143,7 +150,7 @@ def verify_item(store: Store, item: tuple[int, int, str]) -> list[BadSample]:
         array = getattr(shard, kind)
         row_bytes = array[0].nbytes  # of a token, or of a sample's latents
         first = 0
-        # The buffer is reused by the next chunk: results must not refer to `rows`.
+        # The next chunk reuses the buffer, so results must not refer to `rows`.
         for chunk in _read_and_hash(shard.path(kind), info, info.bytes - array.nbytes, row_bytes):
             rows = np.frombuffer(chunk, array.dtype).reshape(-1, *array.shape[1:])
             if kind == "tokens":
@@ -166,9 +173,9 @@ def verify_item(store: Store, item: tuple[int, int, str]) -> list[BadSample]:
 
 
 def _read_and_hash(path: Path, info: FileInfo, header_bytes: int = 0, row_bytes: int = 1) -> Iterator[memoryview]:
-    """Yield the file after its header in chunks of whole rows; DataError at the end if its hash is wrong.
+    """Yield the file after its header in chunks of whole rows, then raise `DataError` if its hash is wrong.
 
-    The file is read, not mapped: a mapped file that is truncated, or whose disk fails, kills the process.
+    We read the file instead of mapping it: if a mapped file is truncated, or its disk fails, the process dies.
     """
     buffer = memoryview(bytearray(max(1, _CHUNK_BYTES // row_bytes) * row_bytes))
     digest = hashlib.sha256()
@@ -177,7 +184,7 @@ def _read_and_hash(path: Path, info: FileInfo, header_bytes: int = 0, row_bytes:
             digest.update(file.read(header_bytes))
             while read := file.readinto(buffer):
                 digest.update(buffer[:read])
-                # A file cut off while it is read ends within a row; the hash below reports it.
+                # A file that is cut off while we read it ends within a row. The hash below reports it.
                 yield buffer[: read // row_bytes * row_bytes]
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None

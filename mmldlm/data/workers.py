@@ -1,4 +1,4 @@
-"""Worker processes of a DataLoader: failures in them become a `DataError`, and no worker outlives its run."""
+"""Worker processes of a DataLoader: their failures become a `DataError`, and no worker outlives its run."""
 
 from __future__ import annotations
 
@@ -22,29 +22,30 @@ from mmldlm.errors import DataError
 from mmldlm.utils.process import STOP_SIGNALS
 
 T = TypeVar("T")
-_SHARED, _ENOUGH_SHARED_MIB = Path("/dev/shm"), 1024  # noqa: S108 - by which torch passes batches
-_KILL_TIMEOUT_S = 2.0  # to join killed workers; one that hangs in the kernel stays until its file system answers
+_SHARED, _ENOUGH_SHARED_MIB = Path("/dev/shm"), 1024  # noqa: S108 - torch passes batches through it
+_KILL_TIMEOUT_S = 2.0  # to join killed workers. A worker that hangs in the kernel stays until its file system answers
 
 
 class _Interrupt(BaseException):
     """Raised by signal handlers, with the error that it stands for.
 
-    It is no `Exception`, since torch would handle that by waiting for a lock that a dead worker may hold.
+    It is not an `Exception`: torch would handle that by waiting for a lock that a dead worker may hold.
     """
 
 
 def read_batches(loader: DataLoader[T | DataError], check_files: Callable[[], None]) -> Iterator[T]:
-    """Yield the items of `loader`, raising those that are a `DataError`.
+    """Yield the items of `loader`, and raise an item that is a `DataError`.
 
-    That a worker died, raised or returned nothing within the loader's timeout is a `DataError` too, and all workers are
-    killed. `check_files` raises one for a truncated file, the usual cause of death of a worker that has mapped it.
+    We also raise a `DataError`, after killing all workers, if a worker died, raised, or returned nothing within the
+    loader's timeout. `check_files` raises one for a truncated file, which usually is what killed a worker that had
+    mapped it.
     """
     workers: list[BaseProcess] = []
     items: Any = None
     try:
         items = iter(loader)
         workers = getattr(items, "_workers", workers)  # torch has no public access to them
-        atexit.register(_kill, workers)  # before multiprocessing's own handler joins workers that got only a SIGTERM
+        atexit.register(_kill, workers)  # before multiprocessing's own handler, which sends SIGTERM and joins
         while True:
             with _watch(workers, loader.timeout):
                 try:
@@ -58,23 +59,23 @@ def read_batches(loader: DataLoader[T | DataError], check_files: Callable[[], No
         if not loader.num_workers:
             raise
         error = raised.args[0] if isinstance(raised, _Interrupt) else raised
-        # A closed pipe may be noticed before the exit of its worker.
+        # We may notice a closed pipe before the exit of its worker.
         exit_reason = _exit_reason(workers, timeout_s=1.0 if isinstance(error, (EOFError, ConnectionError)) else 0.0)
         _kill(workers)
-        # Its own shutdown would wait forever for a lock that one of them held when it was stopped or killed.
+        # The iterator's own shutdown would wait forever for a lock that a stopped or killed worker held.
         if items is not None:
             items._shutdown = True
-            if items._worker_pids_set:  # which would be those of the next iterator with that id
+            if items._worker_pids_set:  # else the next iterator with this id would own them
                 _utils.signal_handling._remove_worker_pids(id(items))
         raise _to_data_error(error, exit_reason, loader.timeout, check_files) from error
 
 
 def ignore_signals_in_worker(_worker: int) -> None:
-    """Have the parent process alone handle signals and report failures (a `worker_init_fn`).
+    """Leave signals and failure reports to the parent process (a `worker_init_fn`).
 
-    Schedulers send the signals that end a run, or make it save, to all processes; but saving still needs the data. And
-    a parent that ends the run while it receives a batch breaks the connection of the worker's thread that sends it,
-    whose traceback would be noise.
+    Schedulers send the signals that end a run, or make it save, to all processes, but saving still needs the data. And
+    if the parent ends the run while a worker sends it a batch, the connection breaks, and the traceback of the
+    worker's sending thread would be noise.
     """
     for number in (*STOP_SIGNALS, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -89,7 +90,7 @@ def ignore_signals_in_worker(_worker: int) -> None:
 
 
 def _kill(workers: list[BaseProcess]) -> None:
-    """Kill workers by SIGKILL, as stopped processes react to no other signal."""
+    """Kill workers by SIGKILL, the only signal that stopped processes react to."""
     for worker in workers:
         worker.kill()
     for worker in workers:
@@ -100,8 +101,8 @@ def _kill(workers: list[BaseProcess]) -> None:
 def _watch(workers: list[BaseProcess], timeout_s: float) -> Iterator[None]:
     """Raise in the body, where the main thread waits, as soon as a worker dies or the timeout expires.
 
-    Torch's own checks do not suffice: its handler for a dead worker raises wherever the main thread happens to be, and
-    its timeout does not apply while it receives a batch that was announced by a worker that has stopped since.
+    Torch's own checks do not suffice. Its handler for a dead worker raises wherever the main thread happens to be. Its
+    timeout does not apply while it receives a batch from a worker that announced the batch and was then stopped.
     """
 
     def check(*_: Any) -> None:
@@ -118,7 +119,7 @@ def _watch(workers: list[BaseProcess], timeout_s: float) -> Iterator[None]:
     signal.signal(signal.SIGALRM, expire)
     signal.setitimer(signal.ITIMER_REAL, timeout_s)
     try:
-        # A worker may have died before the handler was set, and sends no second signal.
+        # A worker that died before the handler was set sends no second signal.
         check()
         yield
     finally:
@@ -143,7 +144,7 @@ def _to_data_error(
     error: Exception, exit_reason: str | None, timeout_s: float, check_files: Callable[[], None]
 ) -> DataError:
     if exit_reason is not None:
-        # A truncated file kills the worker that has mapped it (SIGBUS), so name the file rather than the signal.
+        # A truncated file kills the worker that has mapped it (SIGBUS), so we name the file rather than the signal.
         try:
             check_files()
         except DataError as damage:
@@ -158,6 +159,6 @@ def _to_data_error(
             f"the data loader workers returned nothing for {timeout_s:g} s (data.worker_timeout_s); check {small}the "
             "file system of data.path, try data.num_workers=0 or a larger data.worker_timeout_s"
         )
-    # Torch packs a worker's traceback into the message; its last line is the cause.
+    # Torch packs a worker's traceback into the message, and the last line is the cause.
     cause = (str(error).strip().splitlines() or [type(error).__name__])[-1]
     return DataError(f"a data loader worker failed: {cause}")

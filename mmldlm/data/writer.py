@@ -1,4 +1,4 @@
-"""Writing a store: shards that grow by samples, their statistics, and the manifest that makes a folder a store.
+"""Write a store: shards that grow sample by sample, their statistics, and the manifest that makes a folder a store.
 
 Shape letters: n samples, M latent tokens of a sample, C latent channels, V vocabulary.
 """
@@ -34,13 +34,13 @@ from mmldlm.errors import DataError
 from mmldlm.utils.files import FileInfo, file_info, fsync
 
 TOKEN_COUNTS = "token_counts.npy"
-_MAX_ROUNDING = 0.01  # of the spread of the latents; more moves neighbors
+_MAX_ROUNDING = 0.01  # of the spread of the latents. More would change who is near to whom
 _BLOCK_VALUES = 1 << 22  # of a block of rows: 32 MiB in float64
 
 
 @dataclass
 class Contents:
-    """Totals of shards, by split; totals of consecutive shards can be added."""
+    """Totals of shards, by split. Totals of consecutive shards can be added."""
 
     shards: dict[str, list[ShardInfo]]
     characters: dict[str, int]
@@ -49,7 +49,7 @@ class Contents:
     max_length: int = 0
 
     def add(self, other: Contents) -> None:
-        """Add the totals of the shards that follow in the store; sums of floats depend on this order."""
+        """Add the totals of the shards that come next in the store. Sums of floats depend on this order."""
         for split in SPLITS:
             self.shards[split] += other.shards[split]
             self.characters[split] += other.characters[split]
@@ -79,7 +79,7 @@ class Contents:
         return sum(shard.samples for shard in self.shards[split])
 
     def mean(self, latent_tokens: int) -> np.ndarray:
-        """Return the mean latent vector of the training split, float64 [C]; a split without samples is a DataError."""
+        """Return the mean latent of the training split, float64 [C], or raise `DataError` if a split has no samples."""
         for split in SPLITS:
             if not self.shards[split]:
                 raise DataError(f"split {split} has no samples; expected more documents or larger fractions")
@@ -87,7 +87,7 @@ class Contents:
 
 
 class _GrowingArray:
-    """A `.npy` file to which rows are appended."""
+    """A `.npy` file that grows by rows."""
 
     def __init__(self, path: Path, dtype: np.dtype, row_shape: tuple[int, ...] = ()):
         self.path, self.num_rows = path, 0
@@ -101,7 +101,7 @@ class _GrowingArray:
 
     def finish(self) -> FileInfo:
         """Write the final header, and close and hash the file."""
-        # The number of rows is known only now; numpy's header has the same size for any number.
+        # Only now do we know the number of rows. NumPy's header has the same size for any number.
         self.file.seek(0)
         self._write_header()
         self.file.close()
@@ -115,9 +115,9 @@ class _GrowingArray:
 
 
 class ShardWriter:
-    """Writes the shards of all splits into `folder`; use as a context manager and call `finish()` at the end.
+    """Writes the shards of all splits into `folder`. Use it as a context manager and call `finish()` at the end.
 
-    Memory use is bounded by the samples of one `add`, whatever the size of a shard or of a latent.
+    Only the samples of one `add` are in memory, whatever the size of a shard or of a latent.
     """
 
     def __init__(
@@ -146,13 +146,13 @@ class ShardWriter:
                 array.file.close()
 
     def add(self, split: str, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
-        """Append n samples, of ids (at least one each) and latents [n, M, C] on the encoder's scale, to a split.
+        """Append n samples to a split: token ids (at least one each), and latents [n, M, C] on the encoder's scale.
 
-        A latent that is not finite in the type in which it is stored is a `DataError`.
+        It is a `DataError` if a latent is not finite in the type that we store.
         """
         assert len(tokens) == len(latents) == len(characters)
         assert all(len(sample) for sample in tokens), "a sample without tokens"
-        # Values beyond the range of float16 become infinite, which the check below reports by name.
+        # Values beyond the range of float16 become infinite, and the check below reports them.
         with np.errstate(over="ignore"):
             stored = latents.astype(self.latent_dtype)
         if not np.isfinite(stored).all():
@@ -161,7 +161,7 @@ class ShardWriter:
         while start < len(tokens):
             arrays = self._open.get(split) or self._begin_shard(split)
             part = slice(start, start + self.shard_samples - arrays["characters"].num_rows)
-            # Before the tokens are appended: their count so far is the start of these samples.
+            # Do this before appending tokens: their count so far is where these samples start.
             ends = np.cumsum([len(sample) for sample in tokens[part]])
             arrays["offsets"].append(arrays["tokens"].num_rows + ends)
             arrays["tokens"].append(np.concatenate(tokens[part]))
@@ -194,7 +194,7 @@ class ShardWriter:
         name = arrays["tokens"].path.name.partition(".")[0]
         info = ShardInfo(name, arrays["characters"].num_rows, arrays["tokens"].num_rows, files)
         contents.shards[split].append(info)
-        # Read back in blocks of fixed size: sums of floats then do not depend on how many samples each `add` brought.
+        # Read back in blocks of fixed size, so that sums of floats do not depend on the samples of each `add`.
         for characters in _row_blocks(self.folder, info, "characters"):
             contents.characters[split] += int(characters.sum(dtype=np.int64))
         lengths = np.diff(np.load(arrays["offsets"].path, mmap_mode="r", allow_pickle=False))
@@ -215,10 +215,16 @@ def _row_blocks(folder: Path, shard: ShardInfo, kind: str) -> Iterator[np.ndarra
 
 
 def squared_deviations(folder: Path, shards: Sequence[ShardInfo], mean: np.ndarray) -> tuple[list[float], float]:
-    """Return squared deviations of the latents in `shards` from `mean` [C]: each shard's sum, and the largest vector's.
+    """Measure how far the latents in `shards` are from `mean` [C].
 
-    This is a second pass over the data: one pass that subtracts the squared mean at the end would lose precision to
-    cancellation. Latents that the stored type rounds by more than a hundredth of their spread are a `DataError`.
+    This is a second pass over the data, because a single pass that subtracts the squared mean at the end would lose
+    precision to cancellation.
+
+    Returns:
+        The sum of squared deviations of each shard, and the largest squared deviation of a vector.
+
+    Raises:
+        DataError: The stored type rounds the latents by more than a hundredth of their spread.
     """
     squares, largest, steps = [], 0.0, 0.0
     for shard in shards:
@@ -229,7 +235,7 @@ def squared_deviations(folder: Path, shards: Sequence[ShardInfo], mean: np.ndarr
             largest = max(largest, float(deviations.sum(axis=-1).max()))
             steps += float(np.square(np.spacing(np.abs(latents)).astype(np.float64)).sum())
         squares.append(total)
-    # An error of rounding is uniform within a step: its variance is a twelfth of the step's square.
+    # A rounding error is uniform within a step, so its variance is a twelfth of the step's square.
     if (rounding := (steps / 12) ** 0.5) > _MAX_ROUNDING * (spread := sum(squares) ** 0.5) > 0:
         found = f"{rounding / spread:.0%} of their spread, expected at most {_MAX_ROUNDING:.0%}"
         raise DataError(f"latents are rounded by {found}: try --latent-dtype float32, or subtract their mean first")
@@ -239,8 +245,8 @@ def squared_deviations(folder: Path, shards: Sequence[ShardInfo], mean: np.ndarr
 def latent_info(contents: Contents, latent_tokens: int, squares: Sequence[float], largest: float) -> LatentInfo:
     """Return the statistics of the stored (rounded) latents.
 
-    `squares` and `largest` are those of `squared_deviations`, of all training shards in order. If all training latents
-    are equal, that is a `DataError`.
+    `squares` and `largest` are the results of `squared_deviations` for all training shards in order. It is a
+    `DataError` if all training latents are equal.
     """
     mean = contents.mean(latent_tokens)
     channels = len(mean)
@@ -252,7 +258,7 @@ def latent_info(contents: Contents, latent_tokens: int, squares: Sequence[float]
 
 @contextmanager
 def error_prefix(path: Path) -> Iterator[None]:
-    """Prefix the message of a DataError in the body with the path of the store."""
+    """Put the path of the store before the message of a `DataError` in the body."""
     try:
         yield
     except DataError as error:
@@ -269,10 +275,11 @@ def write_manifest(
     provenance: dict[str, Any],
     losses: Mapping[str, float] | None = None,
 ) -> Manifest:
-    """Write the token counts and the manifest, which is the last file of a store, to the `folder` of all its files.
+    """Write the token counts and then the manifest, the last file of a store, to the `folder` of all its files.
 
-    `provenance` has the manifest's fields sources, options, problems and grouping, `losses` the shares of what the
-    tokens lose of the texts (`report.loss_shares`).
+    Args:
+        provenance: The fields sources, options, problems and grouping of the manifest.
+        losses: How much of the texts the tokens lose (`report.loss_shares`).
     """
     np.save(folder / TOKEN_COUNTS, contents.token_counts, allow_pickle=False)
     hashed = {f"{s.name}.{suffix}" for shards in contents.shards.values() for s in shards for suffix in s.files}
@@ -280,7 +287,7 @@ def write_manifest(
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        # The hashes of shards are known from writing them; they are not read again.
+        # We know the hashes of shards from writing them, and do not read them again.
         if name not in hashed and path.suffix != ".tmp":
             fsync(path)
             files[name] = file_info(path)
@@ -290,7 +297,7 @@ def write_manifest(
     frequent = {
         "text": tokenizer.decode_batch([[top]], keep_special=True)[0],
         "share": float(counts[top] / counts.sum()),
-        "repeated": float((is_top[1:] & is_top[:-1]).mean()),  # as padding is, and no word
+        "repeated": float((is_top[1:] & is_top[:-1]).mean()),  # as padding is, but no word
     }
     splits = {
         split: SplitInfo(
@@ -319,11 +326,11 @@ def write_manifest(
 
 
 def publish(folder: Path, path: Path, old: Path) -> None:
-    """Rename the finished `folder` to `path`; a store at `path` is first moved to `old` and deleted at the end."""
+    """Rename the finished `folder` to `path`. A store at `path` moves to `old` first and is deleted at the end."""
     fsync(folder)
-    # Two renames, as a folder cannot be renamed onto one with files. Between them there is no store at `path`.
+    # Two renames, as a folder cannot replace a folder with files. Between them there is no store at `path`.
     if path.exists():
-        shutil.rmtree(old, ignore_errors=True)  # left by a publication that was interrupted behind its last rename
+        shutil.rmtree(old, ignore_errors=True)  # left if the last publication was interrupted after its last rename
         path.rename(old)
     folder.rename(path)
     fsync(path.parent)
@@ -333,8 +340,8 @@ def publish(folder: Path, path: Path, old: Path) -> None:
 def write_description(store: Store, folder: Path) -> None:
     """Write the encoder of `store` and its manifest without samples to the existing `folder`.
 
-    `Store.open` opens the folder as a store without splits, which suffices to generate. Names of input files, which may
-    be private, are left out.
+    `Store.open` opens the folder as a store without splits, which is enough to generate. Names of input files may be
+    private, so they are left out.
     """
     encoder = folder / "encoder"
     shutil.rmtree(encoder, ignore_errors=True)

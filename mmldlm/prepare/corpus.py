@@ -1,7 +1,7 @@
-"""Documents on disk between the stages of a preparation: cached by chunk, each with its split and its group.
+"""Documents on disk between the stages of a preparation, cached by chunk, each with its split and its group.
 
-A group has documents that must be in the same split: equal texts, texts that differ in a word or its place, or
-documents with one value of `--group-field`.
+A group holds documents that must be in the same split: equal texts, texts that differ in one word or its place, or
+documents with the same value of `--group-field`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from mmldlm.prepare.documents import Document
 from mmldlm.prepare.options import PrepareConfig
 
 TRAIN = SPLITS.index("train")
-EXCLUDED = 255  # the split of documents that are not in the store
-# The latents in a file to which the documents refer: int64 [k, 2], with the row of the latents, and the index of the
-# document in the cache, or -1 if it is a problem.
+EXCLUDED = 255  # the split of documents that do not go into the store
+# Which latents of a file the documents use: int64 [k, 2], the row of the latents, and the index of the document in the
+# cache, or -1 if the document is a problem.
 USES_FILE = "uses.npy"
-SPLITS_FOLDER = "splits"  # in the folder of the fit: splits that one chunk alone does not determine
+SPLITS_FOLDER = "splits"  # in the folder of the fit, for splits that depend on more than one chunk
 _DOCUMENTS, _OFFSETS = "documents", "offsets.npy"
-# Of each document of a chunk: uint8 [n], index of its split; uint64 [n], hash of its group
+# For each document of a chunk: uint8 [n], the index of its split, and uint64 [n], the hash of its group
 _SPLITS, _GROUPS = "splits.npy", "groups.npy"
 _MAX_SHOWN = 60  # characters of a text
-_MIN_WORDS = 4  # of a near-duplicate
+_MIN_WORDS = 4  # of a text that may have near-duplicates
 # Identifiers and numbers: words with a digit or underscore, dotted names, camel case, and calls.
 _NAME = re.compile(r"\S*(?:[0-9_]|\w\.\w|[a-z][A-Z]|\(\))\S*")
 _WORD = re.compile(r"#|\w+")
@@ -42,7 +42,7 @@ _SIGNS = "".join(sign for sign in map(chr, range(0x10000)) if unicodedata.catego
 class DocumentCacheWriter:
     """Context manager that writes documents to `folder`, with their splits and groups.
 
-    A document is a line of JSON, followed by its tokens and its latents, as numpy saves them, if it has any.
+    A document is a line of JSON. If it has tokens or latents, they follow in NumPy's format.
     """
 
     def __init__(self, folder: Path, config: PrepareConfig):
@@ -64,7 +64,7 @@ class DocumentCacheWriter:
 
     def add(self, document: Document) -> None:
         """Append a document."""
-        # Of the text without its prefix: documents with the same text have the same latent.
+        # Group by the text without its prefix, because documents with the same text have the same latent.
         group = exact_group(document.group or document.text)
         self._splits.append(assign_split(group, self._config))
         self._groups.append(hash64(group))
@@ -79,7 +79,7 @@ class DocumentCacheWriter:
 
 
 def cached_documents(folder: Path, indices: Iterable[int] | None = None) -> Iterator[Document]:
-    """Yield all documents that a `DocumentCacheWriter` wrote to `folder`, or those at `indices`."""
+    """Yield the documents that a `DocumentCacheWriter` wrote to `folder`, all of them or only the `indices`."""
     offsets = np.load(folder / _OFFSETS, mmap_mode="r", allow_pickle=False)
     with (folder / _DOCUMENTS).open("rb") as file:
         for index in range(len(offsets)) if indices is None else indices:
@@ -92,23 +92,24 @@ def cached_documents(folder: Path, indices: Iterable[int] | None = None) -> Iter
 
 
 def exact_group(text: str, punctuation: bool = False) -> str:
-    """Return the key of a text's group: the same for any case, white space and composition of accents (NFC or NFD).
+    """Return the key of a text's group, which ignores case, white space and the composition of accents (NFC or NFD).
 
-    Signs at the start and end make no difference either, unless `punctuation` counts: as in "(Yes.)" and "yes".
+    Unless `punctuation` counts, it also ignores signs at the start and end: "(Yes.)" and "yes" have the same key.
     """
     normal = " ".join(unicodedata.normalize("NFC", text.casefold()).split())
-    if not punctuation and (words := normal.strip(_SIGNS)):  # else a text of signs alone, which is its own key
-        normal = f"{words}."  # a period, as most sentences have, which so keep the splits that version 0.1.0 gave them
+    if not punctuation and (words := normal.strip(_SIGNS)):  # else the text has only signs, and is its own key
+        normal = f"{words}."  # most sentences end in a period, and so keep the splits that version 0.1.0 gave them
     return hashlib.blake2b(normal.encode("utf-8", "surrogatepass"), digest_size=12).hexdigest()
 
 
 def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
     """Return a key for each text, equal for near-duplicates, and statistics of the groups.
 
-    Two texts are near-duplicates if their words are equal, or, with at least 4 words each, become equal once up to one
-    word is removed from each: one is inserted, replaced or moved. Case and punctuation are ignored, and all numbers and
-    identifiers count as the same word. Groups are the transitive closure. A key is a function of the texts of its
-    group, so it depends neither on the order of the texts nor on the other groups.
+    Two texts are near-duplicates if their words are equal. If both have at least 4 words, they are also near-duplicates
+    if their words become equal once we remove up to one word from each: one word was inserted, replaced or moved. Case
+    and punctuation are ignored, and all numbers and identifiers count as the same word. Groups are the transitive
+    closure. A key is a function of the texts of its group, so it depends neither on the order of the texts nor on the
+    other groups.
     """
     composed = (unicodedata.normalize("NFC", text) for text in texts)
     signatures, owners = _signatures([_WORD.findall(_NAME.sub("#", text).casefold()) for text in composed])
@@ -120,7 +121,7 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
             index = int(parents[index])
         return index
 
-    # Neighbors in sorted order with equal signatures are near-duplicates: no pair is compared by its words.
+    # Neighbors in sorted order with equal signatures are near-duplicates. We never compare two texts word by word.
     order = np.argsort(signatures, kind="stable")
     same = np.flatnonzero(signatures[order][1:] == signatures[order][:-1])
     for first, second in zip(owners[order][same].tolist(), owners[order][same + 1].tolist(), strict=True):
@@ -129,7 +130,7 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
     roots = [root(index) for index in range(len(texts))]
     keys: dict[int, str] = {}
     for index, key in zip(roots, (exact_group(text, punctuation=True) for text in texts), strict=True):
-        # The smallest exact key names the group, which makes it independent of the order of the texts.
+        # The smallest exact key names the group, so the name does not depend on the order of the texts.
         keys[index] = min(keys.get(index, key), key)
     sizes = np.bincount(np.array(roots, np.int64), minlength=1)
     largest = int(sizes.argmax())
@@ -144,11 +145,11 @@ def near_duplicate_groups(texts: Sequence[str]) -> tuple[list[str], dict[str, An
 
 
 def _signatures(words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]:
-    """Return 64-bit signatures uint64 [n] of texts and of texts without one word, and their texts' indices int64 [n].
+    """Return signatures uint64 [n] of all texts and of all texts without one word, and the index of the text of each.
 
     The signature of a text is the sum over its words of (random number of the word) x (random odd number of the
-    position), modulo 2^64. Without a word it is the sum of the words before it at their positions, and of those after
-    it one position earlier. A chance collision among 10^6 signatures has probability 1e-7.
+    position), modulo 2^64. If one word is left out, the words before it keep their positions and the words after it
+    move one position toward the start. A chance collision among 10^6 signatures has probability 1e-7.
     """
     lengths = np.array([len(text) for text in words], np.int64)
     vocabulary: dict[str, int] = {}
@@ -159,7 +160,7 @@ def _signatures(words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]
     owners = np.repeat(np.arange(len(words)), lengths)
     # The place of each word within its text, [all words].
     positions = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    # Sums up to each word over all texts. They wrap, so that differences of them are right modulo 2^64.
+    # Sums up to each word over all texts. They wrap, so their differences are right modulo 2^64.
     sums, shifted_sums = (
         np.concatenate([[np.uint64(0)], np.cumsum(word_values[ids] * position_values[places], dtype=np.uint64)])
         for places in (positions, positions - 1)
@@ -168,7 +169,7 @@ def _signatures(words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]
     starts, place = stops - lengths, np.arange(len(ids))
     full = sums[stops] - sums[starts]
     without_word = (sums[place] - sums[starts[owners]]) + (shifted_sums[stops[owners]] - shifted_sums[place + 1])
-    # A short text equals others only as a whole.
+    # A short text only equals others as a whole.
     is_short = lengths < _MIN_WORDS
     full ^= np.where(is_short, position_values[-1], np.uint64(0))
     is_long = ~is_short[owners]
@@ -176,9 +177,9 @@ def _signatures(words: Sequence[Sequence[str]]) -> tuple[np.ndarray, np.ndarray]
 
 
 def assign_split(group: str, config: PrepareConfig) -> int:
-    """Return the index in `SPLITS` of a group of documents.
+    """Return the split of a group of documents, as an index in `SPLITS`.
 
-    It is a function of the hash of seed and group, so a document's split does not depend on the other documents.
+    It is a function of the hash of seed and group, so the split of a document does not depend on other documents.
     """
     fraction = hash64(f"{config.seed}:{group}") / 2**64
     if fraction < config.test_fraction:
@@ -187,15 +188,15 @@ def assign_split(group: str, config: PrepareConfig) -> int:
 
 
 def hash64(text: str) -> int:
-    """Return the hash of a text as an integer below 2^64."""
+    """Hash a text to an integer below 2^64."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
 class Corpus:
-    """The cached chunks of a preparation; holds the splits and groups of one at a time, unless a method says otherwise.
+    """The cached chunks of a preparation, of which one at a time is in memory unless a method says otherwise.
 
-    Splits that differ from those in `folders` are in `splits_folder`: of groups that depend on other chunks, and of
-    documents that are excluded later.
+    `splits_folder` has the splits that changed since the chunks in `folders` were written: because groups depend on
+    other chunks, or because documents were excluded later.
     """
 
     def __init__(self, folders: Sequence[Path], splits_folder: Path):
@@ -224,7 +225,7 @@ class Corpus:
         return np.load(self._folders[chunk] / _GROUPS, allow_pickle=False)
 
     def documents(self, chunk: int) -> Iterator[tuple[int, Document]]:
-        """Yield the split and the document for each document of a chunk that is not excluded."""
+        """Yield (split, document) for each document of a chunk that is not excluded."""
         documents = cached_documents(self._folders[chunk])
         for split, document in zip(self.splits(chunk).tolist(), documents, strict=True):
             if split != EXCLUDED:
@@ -238,7 +239,7 @@ class Corpus:
         return dict(zip(SPLITS, sizes[: len(SPLITS)].tolist(), strict=True))
 
     def group_statistics(self) -> dict[str, Any]:
-        """Return statistics of the groups of equal texts or group fields, of which only the hashes are in memory."""
+        """Return statistics of the groups of equal texts or group fields, with only the groups' hashes in memory."""
         used = [np.where(self.splits(chunk) == EXCLUDED, 0, self._groups(chunk)) for chunk in self._chunks]
         hashes, sizes = np.unique(np.concatenate([groups[groups != 0] for groups in used]), return_counts=True)
         largest = int(sizes.argmax())
@@ -250,24 +251,24 @@ class Corpus:
         return statistics | {"most_frequent": frequent}
 
     def split_near_duplicates(self, config: PrepareConfig) -> dict[str, Any]:
-        """Assign all documents, in memory, to splits again, near-duplicates to the same; return statistics."""
+        """Assign documents to splits again, near-duplicates to one split, and return statistics. All are in memory."""
         keys, statistics = near_duplicate_groups(
             [document.text for chunk in self._chunks for _, document in self.documents(chunk)]
         )
         new_splits = iter([assign_split(key, config) for key in keys])
         for chunk in self._chunks:
             splits = self.splits(chunk)
-            # In the order in which the texts were collected above, without the excluded ones.
+            # The same order as above: all documents that are not excluded.
             for index in np.flatnonzero(splits != EXCLUDED).tolist():
                 splits[index] = next(new_splits)
             self._save_splits(chunk, splits)
         return statistics
 
     def training_sample(self, max_documents: int) -> Iterator[Document]:
-        """Yield the training documents in order; if there are more than `max_documents`, a sample of at most that many.
+        """Yield the training documents in order, or a sample of at most `max_documents` of them.
 
-        The sample consists of the groups with the lowest hashes. It is thus independent of how the input is cut into
-        chunks, and contains all copies of a text or none.
+        The sample consists of the groups with the lowest hashes. So it does not depend on how the input is cut into
+        chunks, and contains either all copies of a text or none.
         """
         is_train = [self.splits(chunk) == TRAIN for chunk in self._chunks]
         hashes = np.concatenate([self._groups(chunk)[used] for chunk, used in zip(self._chunks, is_train, strict=True)])

@@ -1,4 +1,4 @@
-"""`Document` and `Problem`, the items that every reader yields, and the names of the formats."""
+"""`Document` and `Problem`, which every reader yields, and the names of the formats."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ProblemKind = Literal[
 class Part:
     """A range of one input that can be read independently of the rest.
 
-    `start` and `stop` (exclusive) are byte offsets in a text file, and indices of row groups or record batches in a
+    `start` and `stop` (exclusive) are byte offsets in a text file, or indices of row groups or record batches in a
     table.
     """
 
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns, or fields, other than the text; None if the input has no such column."""
+    """Names of columns, or fields, other than the text. A name is None if the input has no such column."""
 
     tokens: str | None = None
     latents: str | None = None
@@ -58,9 +58,14 @@ class Columns:
 class Document:
     """An input text with its location: `line` (or row) of the file `source`, counted from 1.
 
-    Optional contents of the input are `tokens` [L], ids of a text that is tokenized already (`text` may then be empty),
-    `latents` float [M, C] of a text that is encoded already, `key`, the id of the document, `prefix`, what the text is
-    an answer to or a translation of, say: a condition that is never masked, and `group`, whose documents share a split.
+    The optional attributes come from the input:
+
+    Attributes:
+        tokens: Ids [L] of a text that is tokenized already. `text` may then be empty.
+        latents: Float [M, C] of a text that is encoded already.
+        key: The id of the document.
+        prefix: A condition that is never masked, for example the question that the text answers.
+        group: Documents of the same group share a split.
     """
 
     text: str
@@ -88,7 +93,7 @@ class Problem:
 
     @property
     def harmless(self) -> bool:
-        """True if the problem is counted and reported but never stops the run, as no requested text is lost."""
+        """True if the problem is counted and reported but never stops the preparation, as no requested text is lost."""
         return self.kind in ("empty", "too_short", "unused_latent")
 
     def __str__(self) -> str:
@@ -96,12 +101,12 @@ class Problem:
 
 
 DocumentStream: TypeAlias = Iterator[Document | Problem]
-# What one task reads: parts of inputs, each with its format, or the name of an embedded corpus and no format.
+# One task reads a chunk: parts of inputs, each with its format, or the name of an embedded corpus without a format.
 Chunk: TypeAlias = tuple[tuple[str, Part], ...]
 
 
 def batches(items: Iterable[_T]) -> Iterator[list[_T]]:
-    """Yield lists of 512 items, a batch size that suits tokenizers and encoders; the last may be shorter."""
+    """Yield lists of 512 items, a batch size that suits tokenizers and encoders. The last may be shorter."""
     iterator = iter(items)
     while batch := list(islice(iterator, 512)):
         yield batch

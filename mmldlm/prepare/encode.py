@@ -27,9 +27,9 @@ ReportProblem: TypeAlias = Callable[[Problem], None]
 
 @dataclass(frozen=True)
 class TokenizedSample:
-    """A sample before it is encoded: a document, or a part of one that was too long.
+    """A sample before it is encoded: a document, or a part of a document that was too long.
 
-    `tokens` is int64 [L], with the prefix, which the text lacks.
+    `tokens` is int64 [L]. It includes the prefix, which `text` does not.
     """
 
     document: Document
@@ -39,7 +39,7 @@ class TokenizedSample:
 
 
 def encode_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
-    """Tokenize and encode a chunk's documents into shards in `folder`; return contents, problems and counts."""
+    """Tokenize and encode a chunk's documents into shards in `folder`, and return contents, problems and counts."""
     config, tokenizer, encoder = job.config, job.tokenizer, job.encoder
     corpus = Corpus([job.path("read", chunk) for chunk in job.chunks], job.path("fit") / SPLITS_FOLDER)
     documents = progress.track(corpus.documents(chunk), DOCUMENTS, corpus.num_documents(chunk))
@@ -62,10 +62,13 @@ def encode_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) ->
 def make_samples(
     documents: Sequence[tuple[int, Document]], tokenizer: Tokenizer, config: PrepareConfig, report: ReportProblem
 ) -> tuple[list[TokenizedSample], Counter[str]]:
-    """Tokenize documents, given with the index of their split, and split or truncate those that are too long.
+    """Tokenize documents (given with the index of their split), and split or truncate documents that are too long.
 
-    Return the samples in the order of the documents; and how many documents were too long (`over_length`), with the
-    counts of `Tokenizer.count_losses`. Problems of documents that yield no sample are reported.
+    Documents that yield no sample are passed to `report` as problems.
+
+    Returns:
+        The samples in the order of the documents, and the counts of `Tokenizer.count_losses` with the number of
+        documents that were too long (`over_length`).
     """
     new_ids = iter(_encode_texts([document for _, document in documents if document.tokens is None], tokenizer, report))
     encoded = [
@@ -99,10 +102,10 @@ def make_samples(
             report(document.problem("too_long", reason))
         else:
             counts["over_length"] += 1
-            # Parts of equal size, so that the last one does not consist of a few tokens.
+            # Parts of equal size, so that the last one does not have just a few tokens.
             parts = np.array_split(tokens, -(-len(tokens) // room))
             parts = [tokens[:room]] if config.over_length == "cut" else parts
-            # The latent of a part is that of its own text, and its characters are counted there.
+            # A part gets the latent of its own text, and its characters are counted there.
             texts = tokenizer.decode_batch([part.tolist() for part in parts])
             samples += [
                 TokenizedSample(document, split, text, np.concatenate([head, part]))
@@ -112,7 +115,7 @@ def make_samples(
 
 
 def _encode_texts(documents: Sequence[Document], tokenizer: Tokenizer, report: ReportProblem) -> list[list[int] | None]:
-    """Return the ids of each text; None, after a report, if the tokenizer cannot encode it."""
+    """Return the ids of each text, or report it and return None if the tokenizer cannot encode it."""
     encoded = tokenizer.encode_each([document.text for document in documents])
     for document, ids in zip(documents, encoded, strict=True):
         if isinstance(ids, DataError):
@@ -125,7 +128,7 @@ def _write_samples(
 ) -> None:
     """Write the samples with finite latents, and report the others."""
     if is_imported := isinstance(encoder, ImportedLatents):
-        # `complete_documents` lets no document without latents pass, so rows still match `samples`.
+        # `complete_documents` drops documents without latents, so rows match `samples`.
         latents = encoder.convert(
             [sample.document.latents for sample in samples if sample.document.latents is not None]
         )

@@ -1,6 +1,7 @@
 """Stage `fit`, one task for all chunks: check imported latents, find duplicates, fit the tokenizer and the encoder.
 
-Both are fitted to the training split only, and to a sample of a large one (`--fit-documents`), so memory is bounded.
+Both are fitted to the training split only. If that is large, they see a sample of it (`--fit-documents`), which bounds
+memory.
 """
 
 from __future__ import annotations
@@ -41,8 +42,11 @@ _Misfit = tuple[int, int | None, Problem]  # chunk, index of the document in it,
 def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
     """Fit tokenizer and encoder to the training documents of all chunks, and save them in `folder`.
 
-    Return statistics of the grouping, and problems. More of these than the options allow, or a split without documents,
-    are a `DataError`.
+    Returns:
+        Statistics of the grouping, and problems.
+
+    Raises:
+        DataError: There are more problems than the options allow, or a split has no documents.
     """
     config, latents = job.config, job.latents
     (folder / SPLITS_FOLDER).mkdir()
@@ -50,7 +54,7 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     # Unusable documents are excluded first: they must not decide on groups, tokenizer or encoder.
     with ProblemLog(config, folder, progress.reported) as problems:
         unusable: dict[int, list[int]] = {}
-        # A file of latents has one shape; only included latents can differ.
+        # A file of latents has one shape. Only included latents can differ.
         misfits = _find_unpaired(job, latents) if latents and not latents.by_position else _find_misshapen(job)
         for number, index, problem in misfits:
             problems.add(problem)
@@ -76,7 +80,7 @@ def fit(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str
     tokenizer = _fit_tokenizer(config, corpus)
     tokenizer.save(folder / "tokenizer")
     progress.phase("fitting the encoder")
-    # A long document has several samples, so the limit on documents is applied to samples again.
+    # A long document has several samples, so apply the limit again, to samples.
     texts = islice(_training_texts(corpus, tokenizer, config), config.fit_documents)
     documents = (item for number in job.chunks for item in corpus.documents(number))
     validation = (document.text for split, document in documents if SPLITS[split] == "validation")
@@ -92,7 +96,7 @@ def _fit_encoder(
     config, latents = job.config, job.latents
     kind, _, name = config.encoder.partition(":")
     if config.imports_latents:
-        # Included latents are part of the inputs, so the hashes of these identify them, unless the user does.
+        # Included latents are part of the inputs, so the inputs' hashes identify them, unless the user names a version.
         digest = hashlib.sha256(json.dumps(job.plan.sources, sort_keys=True).encode()).hexdigest()
         revision = config.encoder_version or (latents.revision if latents else digest)
         shape = latents.shape if latents else _first_latent_shape(job.results("read"))
@@ -125,7 +129,7 @@ def _fit_tokenizer(config: PrepareConfig, corpus: Corpus) -> Tokenizer:
 
 
 def _training_texts(corpus: Corpus, tokenizer: Tokenizer, config: PrepareConfig) -> Iterator[str]:
-    """Yield the texts of training samples, which are parts of the documents that are too long."""
+    """Yield the texts of the training samples. A document that is too long has several samples."""
     problems: list[Problem] = []
     has_samples, counts = False, Counter[str]()
     documents = corpus.training_sample(config.fit_documents)
@@ -134,9 +138,9 @@ def _training_texts(corpus: Corpus, tokenizer: Tokenizer, config: PrepareConfig)
         counts.update(batch_counts)
         has_samples = has_samples or bool(samples)
         yield from (sample.text for sample in samples)
-        # The stage `encode` makes the same samples again, and it reports their problems.
+        # The stage `encode` makes the same samples again, and reports their problems.
         serious = [problem for problem in problems if not problem.harmless]
-        if config.on_problem == "error":  # else they are counted when all documents are encoded
+        if config.on_problem == "error":  # else they count when all documents are encoded
             check_problem_budget(config, [{"serious": len(serious), "first": str(*serious[:1])}])
         problems.clear()
     check_losses(config, counts)  # before the hours that encoding may take
@@ -150,7 +154,7 @@ def _first_latent_shape(results: list[dict[str, Any]]) -> tuple[int, int] | None
 
 
 def _find_misshapen(job: Job) -> Iterator[_Misfit]:
-    """Yield documents whose latents have another shape than the first document's."""
+    """Yield documents whose latents have another shape than the latents of the first document."""
     results = job.results("read")
     shape = _first_latent_shape(results)
     for chunk, result in enumerate(results):

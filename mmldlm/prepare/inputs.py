@@ -1,7 +1,7 @@
 """The inputs of `mmldlm prepare`: the registry of formats, the files to read with their hashes, and chunks of them.
 
-A **part** of an input can be read independently of the rest. A **chunk** is what one task reads: a part of a large
-input, or several small inputs.
+A **part** of an input can be read independently of the rest. One task reads one **chunk**: a part of a large input, or
+several small inputs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_part(format: Format, part: Part, config: PrepareConfig) -> DocumentStre
 def find_inputs(config: PrepareConfig) -> list[tuple[str, Format]]:
     """Return the files, URLs and folders to read with their formats, each once and in order.
 
-    An input that matches no file or folder is a `DataError`.
+    It is a `DataError` if an input matches no file or folder.
     """
     inputs: list[tuple[str, Format]] = []
     for name in config.inputs:
@@ -66,7 +66,7 @@ def find_inputs(config: PrepareConfig) -> list[tuple[str, Format]]:
 def describe_sources(inputs: list[tuple[str, Format]], config: PrepareConfig) -> list[dict[str, Any]]:
     """Return the manifest's `sources`: the inputs, then precomputed latents or another store's encoder, with hashes.
 
-    Reads every file in full to hash it.
+    This reads every file in full.
     """
     kind, _, latents = config.encoder.partition(":")
     more = [Path(latents)] if kind == "precomputed" else []
@@ -82,7 +82,7 @@ def describe_sources(inputs: list[tuple[str, Format]], config: PrepareConfig) ->
 
 
 def _describe_source(path: str) -> dict[str, Any]:
-    """Return name, size and SHA-256 of a file or folder; a folder is hashed over the names and hashes of its files."""
+    """Return name, size and SHA-256 of a file or folder. A folder's hash covers the names and hashes of its files."""
     try:
         if is_url(path) or Path(path).is_file():
             return {"file": path, **asdict(input_info(path))}
@@ -99,7 +99,7 @@ def _describe_source(path: str) -> dict[str, Any]:
 def make_chunks(
     inputs: Sequence[tuple[str, Format]], sources: Sequence[dict[str, Any]], config: PrepareConfig
 ) -> Iterator[Chunk]:
-    """Yield chunks of about `config.part_bytes`; latents may follow the inputs in `sources`."""
+    """Yield chunks of about `config.part_bytes`. `sources` may have latents after the inputs."""
     chunk: list[tuple[str, Part]] = []
     chunk_bytes = 0.0
     for (path, format), source in zip(inputs, sources, strict=False):
@@ -108,7 +108,7 @@ def make_chunks(
         else:
             parts = _TABLE_PARTS[format](path, config.part_bytes)
         for part in parts:
-            # An estimate, as rows of tables are no byte ranges; it follows from the inputs alone, as chunks must.
+            # An estimate, as rows of tables are no byte ranges. It depends on the inputs alone, as chunks must.
             part_bytes = source["bytes"] / len(parts)
             if chunk and chunk_bytes + part_bytes > config.part_bytes:
                 yield tuple(chunk)

@@ -1,8 +1,8 @@
 """A preparation: its plan, its stages, and its staging folder, where each finished task is a folder of its own.
 
-`STORE.incomplete/` holds `plan.json`, the lock, and one folder per finished task, such as `read-00003`. Such a folder
-appears in one rename, so a preparation that was killed continues behind the last of them, and two processes that happen
-to run the same task do each other no harm.
+`STORE.incomplete/` holds `plan.json`, the lock, and one folder per finished task, e.g. `read-00003`. Such a folder
+appears in one rename. So a preparation that was killed continues after the last finished task, and two processes that
+happen to run the same task do not harm each other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Plan:
 
 def make_plan(config: PrepareConfig) -> Plan:
     """Find the inputs of `config`, hash them and cut them into chunks."""
-    # As they are read back from `plan.json` and manifests, with which they are compared: tuples become lists.
+    # Tuples become lists, as in `plan.json` and manifests, which we compare these options with.
     options = json.loads(json.dumps(config.recorded()))
     inputs = [] if config.corpus else find_inputs(config)
     sources = describe_sources(inputs, config)
@@ -67,13 +67,13 @@ def make_plan(config: PrepareConfig) -> Plan:
 
 @dataclass(frozen=True)
 class Job:
-    """A preparation by `config` of the inputs in `plan`; what it reads from finished tasks is loaded once."""
+    """A preparation of the inputs in `plan` by the options `config`. Results of finished tasks are loaded once."""
 
     config: PrepareConfig
     plan: Plan
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Job, (self.config, self.plan)  # what was loaded stays in this process
+        return Job, (self.config, self.plan)  # without the loaded results
 
     @property
     def out(self) -> Path:
@@ -116,17 +116,17 @@ class Job:
         return self.staging / f"{stage}-{chunk:05d}"
 
     def result(self, stage: str, chunk: int = 0) -> dict[str, Any]:
-        """Return what the function of a finished task returned."""
+        """Return the result of a finished task."""
         return json.loads((self.path(stage, chunk) / _RESULT).read_text(encoding="utf-8"))
 
     def results(self, stage: str) -> list[dict[str, Any]]:
-        """Return the results of a stage that is finished, in the order of the chunks."""
+        """Return the results of a finished stage, in the order of the chunks."""
         return [self.result(stage, chunk) for chunk in self.chunks]
 
     def open_staging(self) -> None:
-        """Continue in the staging folder if it holds work of this plan; else start over.
+        """Continue in the staging folder if it holds work of this plan, else start over.
 
-        Work of another plan without `--overwrite` is a `DataError`.
+        It is a `DataError` if it holds work of another plan, and `--overwrite` is not given.
         """
         staged = self.staged_plan()
         is_other = staged not in ("", self.plan.to_json())
@@ -136,21 +136,21 @@ class Job:
                 "to continue, or --overwrite to start over"
             )
         if is_other:
-            # Before the tasks are removed: if that is interrupted, the rest belongs to no plan and goes next time.
+            # Remove the plan before the tasks: if we are interrupted, the rest belongs to no plan and goes next time.
             (self.staging / _PLAN).unlink()
-        # Of this plan only temporary folders of killed tasks are removed; their names begin with a dot.
+        # If the work is of this plan, remove only temporary folders of killed tasks, whose names begin with a dot.
         for folder in self.staging.iterdir():
             if folder.is_dir() and (is_other or not staged or folder.name.startswith(".")):
                 shutil.rmtree(folder)
         write_atomically(self.staging / _PLAN, self.plan.to_json())
 
     def staged_plan(self) -> str:
-        """Return the text of the plan that the staging folder belongs to, "" if there is none."""
+        """Return the text of the plan of the staging folder, or "" if it has none."""
         path = self.staging / _PLAN
         return path.read_text(encoding="utf-8") if path.exists() else ""
 
     def _differing(self, staged: str) -> list[str]:
-        """Return the names of what a staged plan differs in."""
+        """Name the differences between a staged plan and this one."""
         other = json.loads(staged)
         differing = self.config.differing(other["options"])
         differing += ["sources"] if other["sources"] != self.plan.sources else []
@@ -159,7 +159,7 @@ class Job:
 
     @contextmanager
     def temporary_folder(self, name: str) -> Iterator[Path]:
-        """Yield a new folder in the staging folder, which is removed at the end of the block if it is still there."""
+        """Yield a new folder in the staging folder, and remove it at the end of the block if it is still there."""
         folder = self.staging / f".{name}.{uuid.uuid4().hex}"
         folder.mkdir()
         try:
@@ -168,9 +168,10 @@ class Job:
             shutil.rmtree(folder, ignore_errors=True)
 
     def existing_store(self) -> Manifest | None:
-        """Return the manifest of a store at `out` that holds what is asked for, and say so; None if one has to be made.
+        """Return the manifest of a finished store at `out` with these options and sources, or None.
 
-        Something else there, or other data without `--overwrite`, is a `DataError`.
+        It is a `DataError` if there is something else at `out`, or a store of other data and `--overwrite` is not
+        given.
         """
         config, out = self.config, self.out
         if around := folder_around(out, "startup.json", CHECKSUM_NAME):
@@ -197,8 +198,8 @@ class Job:
 class Stage(NamedTuple):
     """A stage: a function of one chunk, or of all at once, that needs all chunks of the stages before it.
 
-    `run(job, chunk, folder, progress)` fills `folder` and returns JSON values; it depends on nothing but the job, the
-    chunk and the tasks of earlier stages.
+    `run(job, chunk, folder, progress)` fills `folder` and returns JSON values. It depends only on the job, the chunk
+    and the tasks of earlier stages.
     """
 
     name: str
@@ -207,19 +208,19 @@ class Stage(NamedTuple):
     per_chunk: bool = True
 
     def missing(self, job: Job) -> list[int]:
-        """Return the chunks whose tasks are not finished; 0 if the one task for all chunks is not."""
+        """Return the chunks whose tasks are not finished, or [0] for an unfinished task of all chunks."""
         return [chunk for chunk in (job.chunks if self.per_chunk else [0]) if not job.path(self.name, chunk).exists()]
 
 
 def run_task(job: Job, stage: Stage, chunk: int, progress: StageProgress) -> None:
-    """Run a task unless it is finished; its folder appears in one rename."""
+    """Run a task unless it is finished. Its folder appears in one rename."""
     path = job.path(stage.name, chunk)
     if path.exists():
         return
     with naming(job.staging), job.temporary_folder(path.name) as folder:
         result = stage.run(job, chunk, folder, progress)
         (folder / _RESULT).write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
-        # Before the rename, so that a task's folder is complete even after a power failure.
+        # Sync before the rename, so that a task's folder is complete even after a power failure.
         for file in [*folder.rglob("*"), folder]:
             fsync(file)
         try:

@@ -27,9 +27,9 @@ from mmldlm.utils.files import fsync
 def latent_mean(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
     """Return the mean [C] of the training latents of all chunks.
 
-    More problems than the options allow, or a split without samples, are a `DataError`.
+    It is a `DataError` if there are more problems than the options allow, or a split has no samples.
     """
-    # The first stage that knows the problems of all encoded chunks.
+    # This is the first stage that knows the problems of all encoded chunks.
     check_problem_budget(job.config, [*job.results("read"), job.result("fit"), *job.results("encode")])
     check_losses(job.config, sum_counts(job.results("encode"), "counts"))
     with error_prefix(job.out):
@@ -37,7 +37,7 @@ def latent_mean(job: Job, chunk: int, folder: Path, progress: StageProgress) -> 
 
 
 def measure_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
-    """Return the squared deviations of a chunk's training latents from the mean: by shard, and the largest."""
+    """Return the squared deviations of a chunk's training latents from the mean, summed by shard, and the largest."""
     mean = np.array(job.result("mean")["mean"])
     shards = _chunk_contents(job, chunk).shards["train"]
     squares, largest = squared_deviations(job.path("encode", chunk), shards, mean)
@@ -47,7 +47,7 @@ def measure_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -
 def merge(job: Job) -> None:
     """Join the shards of all chunks into one store, in order, and publish it.
 
-    No finished task is changed, so an interrupted merge can start over.
+    Finished tasks stay unchanged, so an interrupted merge can start over.
     """
     with job.temporary_folder("store") as folder:
         contents = _link_shards(job, folder)
@@ -86,12 +86,12 @@ def _provenance(job: Job) -> dict[str, Any]:
 
 
 def _chunk_contents(job: Job, chunk: int) -> Contents:
-    """Load the contents of the shards of an encoded chunk, which still have the names of the chunk."""
+    """Load the contents of an encoded chunk's shards, which still have their names within the chunk."""
     return Contents.load(job.path("encode", chunk), job.result("encode", chunk)["contents"])
 
 
 def _sum_contents(job: Job) -> Contents:
-    """Return the contents of all chunks in their order, on which sums of floats depend."""
+    """Return the contents of all chunks, added in order, because sums of floats depend on it."""
     total = _chunk_contents(job, 0)
     for chunk in job.chunks[1:]:
         total.add(_chunk_contents(job, chunk))
@@ -99,7 +99,7 @@ def _sum_contents(job: Job) -> Contents:
 
 
 def _link_shards(job: Job, folder: Path) -> Contents:
-    """Give the shards of all chunks their names in the store, as hard links in `folder`; return their contents."""
+    """Link the shards of all chunks into `folder` under their names in the store, and return their contents."""
     total = _sum_contents(job)
     num_linked: Counter[str] = Counter()
     for chunk in job.chunks:

@@ -17,7 +17,7 @@ from mmldlm.prepare.readers.python_docs import CORPORA
 from mmldlm.settings.declaration import dump, setting
 from mmldlm.settings.fields import build
 
-# Options that do not affect the contents of the store; the inputs are recorded as its sources.
+# Options that do not affect the contents of the store. The store records the inputs as its sources.
 _NOT_RECORDED = ("out", "inputs", "encoder_batch_size", "encoder_device", "lossy", "overwrite", "processes")
 
 
@@ -96,23 +96,24 @@ class PrepareConfig:
 
     @property
     def imports_latents(self) -> bool:
-        """True if latents are read from the documents or from a file instead of computed by an encoder."""
+        """True if latents come from the documents or from a file instead of an encoder."""
         return self.encoder == "included" or self.encoder.startswith("precomputed:")
 
     @property
     def encoder_folder(self) -> Path | None:
-        """The encoder of another store, whose path `encoder` then is; None if it is a kind of encoder."""
+        """The folder of another store's encoder if `encoder` is the path of a store, else None."""
         is_kind = self.encoder in ("lsa", "learned") or self.encoder.startswith("sentence-transformers:")
         return None if is_kind or self.imports_latents else Path(self.encoder) / "encoder"
 
     def checked(self) -> PrepareConfig:
-        """Return the options with the defaults that depend on others, after a check of all, alone and combined.
+        """Fill in the defaults that depend on other options, and check all options, alone and combined.
 
-        A `UsageError` names the first invalid one and the values expected.
+        Raises:
+            UsageError: An option is invalid. The message names it and the values expected.
         """
         config = self
         if self.vocab_size is None:
-            # Words beyond it are spelled in bytes, of which a small network makes words that do not exist.
+            # Words outside of the vocabulary are spelled in bytes, and a small network spells words that do not exist.
             config = replace(config, vocab_size=16_384 if self.tokenizer == "words" else 4096)
         if self.separator and not self.format:
             config = replace(config, format="blocks")
@@ -206,12 +207,12 @@ class PrepareConfig:
 
 
 def _flag(name: str) -> str:
-    """Return the option that sets a field."""
+    """Return the option of the command line that sets a field."""
     return "--no-normalize" if name == "normalise" else f"--{name.replace('_', '-')}"
 
 
 def parse_options(argv: list[str] | None) -> PrepareConfig:
-    """Return the options of a command line, with the default of `--encoder` that suits the input."""
+    """Parse a command line. The default of `--encoder` depends on `--latents-field`."""
     parser = argparse.ArgumentParser(
         "mmldlm prepare", description="Prepare a store, with tokens and latents in splits, from raw data."
     )

@@ -1,4 +1,4 @@
-"""`mmldlm prepare`: raw data to a store.
+"""`mmldlm prepare` makes a store from raw data.
 
     count     number of documents of each chunk, if latents belong to them by position    read.py
     read      chunks of the input to caches of documents, each with its split             read.py
@@ -8,9 +8,9 @@
     measure   deviations of each chunk's latents from that mean                           merge.py
     merge     the shards of all chunks to one store                                       merge.py
 
-A stage is a set of tasks, one per chunk or one for all; each begins when the stage before is finished. What a task
-writes depends on nothing but the plan and earlier stages, so the store does not depend on who runs which task: this
-process or worker processes (`workers.py`).
+A stage is a set of tasks, one per chunk or one for all chunks, and begins when the stage before is finished. A task
+depends only on the plan and on earlier stages. So the store does not depend on which process runs which task: this one
+or worker processes (`workers.py`).
 """
 
 from __future__ import annotations
@@ -47,10 +47,13 @@ STAGES = (
 
 
 def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTERVAL_S) -> Manifest:
-    """Make the store `config.out`, and return its manifest; at once if it exists with the same options and sources.
+    """Make the store `config.out` and return its manifest. A finished store of the same options and sources is kept.
 
-    Progress is reported on stderr, where that is no terminal every `interval` seconds. That another process prepares
-    the same store is a `RunInUseError`, that a worker process died a `PeerLostError`; the same command then continues.
+    Progress goes to stderr. If that is not a terminal, there is a line every `interval` seconds.
+
+    Raises:
+        RunInUseError: Another process is preparing the same store.
+        PeerLostError: A worker process died. The same command continues.
     """
     config = config.checked()
     threads = torch.get_num_threads()
@@ -60,12 +63,12 @@ def prepare(config: PrepareConfig, progress: bool = True, interval: float = INTE
         with stage_progress:
             stage_progress.phase("looking through the input", announce=False)
             job = Job(config, make_plan(config))
-            # Without the lock, which would create the staging folder next to a finished store.
+            # Check this without the lock, which would create a staging folder next to a finished store.
             if not job.staging.exists() and (manifest := job.existing_store()):
                 return manifest
             with _locked(job):
                 if manifest := job.existing_store():
-                    # Left by a process that was killed between publishing the store and removing its tasks.
+                    # A process was killed between publishing the store and removing its tasks.
                     if job.staged_plan() in ("", job.plan.to_json()):
                         shutil.rmtree(job.staging)
                     return manifest
@@ -83,13 +86,13 @@ def _locked(job: Job) -> Iterator[None]:
     """Hold the lock of the staging folder."""
     while True:
         with RunLock(job.staging) as lock:
-            if lock.path.exists():  # else the holder before removed it just now
+            if lock.path.exists():  # else the previous holder has just removed it
                 yield
                 return
 
 
 def _run_stages(job: Job, progress: StageProgress) -> None:
-    """Run what is missing of all stages on this machine, and remove the staging folder."""
+    """Run the unfinished tasks of all stages on this machine, merge, and remove the staging folder."""
     try:
         with worker_pool(job) as run_in_pool:
             # If latents belong to documents by position, a chunk needs the sizes of the chunks before it.

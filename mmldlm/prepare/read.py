@@ -1,4 +1,4 @@
-"""Stages `count` and `read`: a chunk's documents to a cache, each with its text, latents, split and group."""
+"""Stages `count` and `read`: count a chunk's documents, and cache them with text, latents, split and group."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def count_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> 
 def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> dict[str, Any]:
     """Read a chunk into a document cache in `folder`, with the splits and groups of its documents.
 
-    Return the shapes of imported latents, documents of each package of an embedded corpus, and problems.
+    Returns:
+        The shapes of imported latents, the number of documents from each package of an embedded corpus, and problems.
     """
     config, latents = job.config, job.latents
     uses = array("q")
-    shapes: dict[tuple[int, ...], None] = {}  # sets in the order of insertion
+    shapes: dict[tuple[int, ...], None] = {}  # a set in the order of insertion
     origins: Counter[str] = Counter()
     first_position = 0
     if latents and latents.by_position:
@@ -54,7 +55,7 @@ def read_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) -> d
         for item, row in progress.track(items, DOCUMENTS):
             if isinstance(item, Document) and len(item.text) > _MAX_WORD < max(map(len, item.text.split())):
                 item = item.problem("invalid", f"a word of over {_MAX_WORD:,} characters, expected white space")
-            # Problems that refer to a row are recorded too, or the row would count as unused.
+            # Record problems that refer to a row too, or the row would count as unused.
             if row is not None:
                 uses.extend((row, -1 if isinstance(item, Problem) else len(cache)))
             if isinstance(item, Problem):
@@ -76,7 +77,7 @@ def chunk_documents(
 ) -> DocumentStream:
     """Yield the documents and problems of a chunk in the order of the input.
 
-    `track` reports the progress of an embedded corpus, most of which is read before its first document.
+    `track` reports the progress of an embedded corpus, which is mostly read before its first document.
     """
     for format, part in chunk:
         if format:
@@ -88,9 +89,9 @@ def chunk_documents(
 def complete_documents(
     documents: DocumentStream, config: PrepareConfig, latents: LatentFile | None = None, first_position: int = 0
 ) -> Iterator[tuple[Document | Problem, int | None]]:
-    """Yield each document with the text and latents that `config` requires, or its problem; and its row in `latents`.
+    """Yield each document with the text and latents that `config` requires, or its problem, and its row in `latents`.
 
-    `first_position` is that of the chunk's first document in the whole input. Without latents the row is None.
+    `first_position` is the chunk's first document in the whole input. Without `latents` the row is None.
     """
     if config.tokens_field is not None:
         documents = _decode_tokens(documents, Tokenizer.load(config.tokenizer))
@@ -104,7 +105,7 @@ def complete_documents(
 
 
 def _decode_tokens(documents: DocumentStream, tokenizer: Tokenizer) -> DocumentStream:
-    """Yield the documents with their tokens decoded where the text is missing; a problem if they are not of a text."""
+    """Decode the tokens of documents without text. Tokens that cannot come from a text are a problem."""
     for item in documents:
         if isinstance(item, Problem) or item.tokens is None:
             yield item

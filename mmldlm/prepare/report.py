@@ -19,16 +19,16 @@ from mmldlm.utils.progress import INTERVAL_S, Progress, print_status
 PROBLEMS_FILE = "problems.jsonl"
 DOCUMENTS = "documents"  # the unit of progress
 _MAX_SHOWN_PER_KIND = 10
-_WARNED_SHARE, _REFUSED_SHARE = 0.01, 0.5  # of unknown tokens, and of documents that their tokens do not give back
-_FREQUENT_SHARE = 0.1  # of documents with one text, and of tokens that are the one before again
-_HELD_OUT_RATIO = 0.85  # of the characters of a token, in held-out texts and in those for training
+_WARNED_SHARE, _REFUSED_SHARE = 0.01, 0.5  # of unknown tokens, and of documents whose tokens decode to another text
+_FREQUENT_SHARE = 0.1  # of documents with the same text, and of tokens that repeat the token before
+_HELD_OUT_RATIO = 0.85  # of characters per token, held-out texts to training texts
 
 
 class ProblemLog:
-    """The problems of one task, written to `folder`; the first ten of each kind are also printed to stderr.
+    """Writes the problems of one task to `folder`, and prints the first ten of each kind to stderr.
 
-    Use as a context manager. More than `--max-problems` stop the task at once; `check_problem_budget` checks the rest.
-    `reported`, the numbers by kind over all tasks of this process, is updated.
+    Use it as a context manager. More than `--max-problems` stop the task at once, and `check_problem_budget` checks the
+    rest. `reported` counts problems by kind over all tasks of this process, and is updated.
     """
 
     def __init__(self, config: PrepareConfig, folder: Path, reported: Counter[str]):
@@ -44,7 +44,7 @@ class ProblemLog:
         self._file.close()
 
     def add(self, problem: Problem) -> None:
-        """Write and count a problem; more than `--max-problems`, without harmless ones, are a `DataError`."""
+        """Write and count a problem, or raise `DataError` if more than `--max-problems` of them are not harmless."""
         self._file.write(json.dumps(asdict(problem), ensure_ascii=False) + "\n")
         self.counts[problem.kind] += 1
         self._reported[problem.kind] += 1
@@ -55,7 +55,7 @@ class ProblemLog:
         if not problem.harmless:
             self.serious += 1
             self.first = self.first or str(problem)
-        # Here and not only at the end of the stage: a wrong option would otherwise fill the log with every document.
+        # Check this now and not only at the end of the stage, or a wrong option would fill the log with every document.
         if self.serious > self._config.max_problems:
             raise _too_many(str(problem), self._config)
 
@@ -65,9 +65,9 @@ class ProblemLog:
 
 
 def check_problem_budget(config: PrepareConfig, results: Sequence[dict[str, Any]]) -> None:
-    """Check the problems of all tasks of a stage, as in `ProblemLog.result`, against the options.
+    """Check the problems of all tasks of a stage (`ProblemLog.result` of each) against the options.
 
-    More serious problems than `--on-problem` and `--max-problems` allow are a `DataError`.
+    It is a `DataError` if there are more serious problems than `--on-problem` and `--max-problems` allow.
     """
     serious = sum(result["serious"] for result in results)
     first = next((result["first"] for result in results if result["serious"]), "")
@@ -83,12 +83,12 @@ def _too_many(problem: str, config: PrepareConfig) -> DataError:
 
 
 def sum_counts(results: Sequence[dict[str, Any]], key: str) -> Counter[str]:
-    """Return the counts under a key of the results of all tasks together."""
+    """Add up the counts under a key over the results of all tasks."""
     return sum((Counter(result[key]) for result in results), Counter[str]())
 
 
 def loss_shares(counts: Counter[str]) -> dict[str, float]:
-    """Return the shares of unknown tokens and of lossy documents in the counts of `Tokenizer.count_losses`."""
+    """Return the shares of unknown tokens and of lossy documents, from the counts of `Tokenizer.count_losses`."""
     return {
         "unknown_tokens": counts["unknown"] / max(1, counts["tokens"]),
         "lossy_documents": counts["lossy"] / max(1, counts["documents"]),
@@ -96,7 +96,7 @@ def loss_shares(counts: Counter[str]) -> dict[str, float]:
 
 
 def check_losses(config: PrepareConfig, counts: Counter[str]) -> None:
-    """Raise DataError if half of the tokens or documents are lost, unless `--lossy` accepts that."""
+    """Raise `DataError` if half of the tokens or documents are lost, unless `--lossy` accepts that."""
     losses = loss_shares(counts)
     if max(losses.values()) >= _REFUSED_SHARE and not config.lossy:
         raise DataError(

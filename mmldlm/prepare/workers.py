@@ -1,7 +1,7 @@
 """Tasks of a stage on this machine: in this process, or in a pool of worker processes.
 
-A worker has nothing to lose: a finished task is a renamed folder, an unfinished one is done again. So workers simply
-end when the main process leaves the pool, or dies.
+A worker has nothing to lose: a finished task is a renamed folder, and an unfinished task is done again. So workers
+simply end when the main process leaves the pool or dies.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ def run_in_process(job: Job, stage: Stage, chunks: Sequence[int], progress: Stag
 
 @contextmanager
 def worker_pool(job: Job) -> Iterator[RunTasks]:
-    """Yield a function that runs tasks of a stage in `--processes` processes, but not in more than there are chunks.
+    """Yield a function that runs tasks of a stage in `--processes` processes, but in no more than there are chunks.
 
-    A worker that dies is a `PeerLostError`.
+    It is a `PeerLostError` if a worker died.
     """
     num_workers = min(job.config.processes, len(job.chunks))
     if num_workers < 2:
@@ -50,8 +50,8 @@ def worker_pool(job: Job) -> Iterator[RunTasks]:
         return
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    with _blocked(signal.SIGHUP):  # which it does not ignore by itself
-        resource_tracker.ensure_running()  # else it would be started below, and end the blocking of signals
+    with _blocked(signal.SIGHUP):  # the tracker does not ignore it by itself
+        resource_tracker.ensure_running()  # else it would start below, and end the blocking of signals
     next_worker = context.Value("i", 0)
     alive, closed_at_end = context.Pipe(duplex=False)
     executor = ProcessPoolExecutor(num_workers, context, _start_worker, (job, next_worker, alive))
@@ -73,15 +73,15 @@ def worker_pool(job: Job) -> Iterator[RunTasks]:
             "a worker process was killed, perhaps because memory ran out; start the same command again to continue"
         ) from None
     finally:
-        # Ends workers at once, also within a task. A shutdown alone would wait for ever after a worker that was killed
-        # while it held the lock of the queue, as the others wait for that.
+        # This ends workers at once, also within a task. If a worker is killed while it holds the lock of the queue, the
+        # others wait for the lock, and a shutdown alone would wait for them forever.
         closed_at_end.close()
         executor.shutdown(cancel_futures=True)
 
 
 @contextmanager
 def _blocked(*signals: signal.Signals) -> Iterator[None]:
-    """Let signals wait until the end of the block; processes that are started in it never receive them."""
+    """Hold signals back until the end of the block. Processes that start in it never receive them."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield

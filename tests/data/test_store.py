@@ -64,7 +64,7 @@ def all_files(path: Path) -> list[str]:
     return sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
 
 
-def test_every_truncated_missing_or_changed_file_is_named(copy: Path) -> None:
+def test_every_truncated_or_missing_file_is_named(copy: Path) -> None:
     for name in all_files(copy):
         if name in (MANIFEST_NAME, CHECKSUM_NAME, "problems.jsonl"):
             continue
@@ -76,10 +76,6 @@ def test_every_truncated_missing_or_changed_file_is_named(copy: Path) -> None:
         path.unlink()
         with refused(DataError, name, len(content)):
             Store.open(copy)
-        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        if not name.startswith("test-"):  # which training does not read
-            with refused(DataError, name):  # by its hash, if not by an offset that cannot be
-                verify_part(Store.open(copy))
         path.write_bytes(content)
     verify_part(Store.open(copy))
 

@@ -1,1 +1,1 @@
-"""`mmldlm convert lgdlm`: data of the LGDLM trainer, for those who come from there."""
+"""`mmldlm convert lgdlm`: import data of the LGDLM trainer, the predecessor of mmldlm."""

@@ -15,7 +15,7 @@ from mmldlm.utils.progress import Progress, print_status
 
 
 def write_parquet(path: Path, samples: Iterable[Sample]) -> int:
-    """Write samples to a Parquet file with the columns `id`, `latents` and `tokens` or `text`; return their number.
+    """Write samples to a Parquet file with the columns `id`, `latents` and `tokens` or `text`, and return their number.
 
     Either all samples have tokens or all have text. A row group has 512 samples, which are in memory together.
     """
@@ -38,12 +38,12 @@ def write_parquet(path: Path, samples: Iterable[Sample]) -> int:
 
 
 def _usable(samples: Iterable[SourceSample], skip: bool, notes: list[str]) -> Iterator[Sample]:
-    """Yield the samples that can be read; with `skip`, print a line on stderr for each other one."""
+    """Yield the readable samples. With `skip`, print a line on stderr for each unreadable one."""
     num_skipped = 0
     for location, read in samples:
         try:
             sample = read()
-            f"{sample.id}{sample.content}".encode()  # fails for half a surrogate pair, which Parquet cannot hold
+            f"{sample.id}{sample.content}".encode()  # fails for half a surrogate pair, which Parquet cannot store
         except (DataError, UnicodeEncodeError) as error:
             if not skip:
                 raise DataError(f"{location}: {error}; --on-problem skip leaves such samples out") from None
@@ -59,7 +59,7 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, skip: bool) -> No
     """Write the samples of a data folder of the LGDLM trainer to `out/lgdlm.parquet`, which appears when complete.
 
     Raises:
-        DataError: There are no such data, files contradict each other, or a sample cannot be read without `skip`.
+        DataError: The folder has no data, files contradict each other, or a sample is unreadable and `skip` is false.
         UsageError: The file exists already, or pyarrow is not installed.
     """
     pyarrow()
@@ -87,7 +87,7 @@ def convert_lgdlm(source: Path, out: Path, layout: str | None, skip: bool) -> No
 
 
 def main(argv: list[str]) -> int:
-    """Run `mmldlm convert`; an `MmldlmError` propagates."""
+    """Run `mmldlm convert` and return 0, or raise `MmldlmError`."""
     parser = argparse.ArgumentParser(prog="mmldlm convert", description="Convert data of other trainers.")
     lgdlm = parser.add_subparsers(required=True, metavar="FORMAT").add_parser(
         "lgdlm",

@@ -1,7 +1,7 @@
-"""The `.dat` files of LGDLM's `generate_memmap_bigfiles.py`: arrays without a header, for each rank one of tokens.
+"""Read the `.dat` files of LGDLM's `generate_memmap_bigfiles.py`: arrays without a header, two for each rank.
 
 `train_rank0_tokens.dat` and `train_rank0_latents.dat` have room for more rows than there are samples. Counts and shapes
-are in `global_index.json`; a run on one GPU wrote none, so that it has to be written by hand.
+are in `global_index.json`. A run on one GPU did not write that file, so users have to write it by hand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INDEX_KEYS = "files, samples_per_rank, max_length or tokens: int32:2x512, and e
 
 
 def read_dat(source: Path) -> Iterator[SourceSample]:
-    """Yield tokens and latents of the same row, rank by rank; files that contradict the index are a `DataError`."""
+    """Yield tokens and latents of the same row, rank by rank. Files that contradict the index are a `DataError`."""
     names = [path.name.removesuffix("_tokens.dat") for path in source.glob("*_tokens.dat")]
     names.sort(key=lambda name: (*map(int, re.findall(r"\d+", name)), name))  # by number: rank 10 follows rank 9
     samples, token_row, latent_row, pad_id = _read_index(source / INDEX, names)
@@ -47,10 +47,11 @@ def read_dat(source: Path) -> Iterator[SourceSample]:
 
 
 def _read_index(path: Path, names: list[str]) -> tuple[dict[str, int], np.dtype, np.dtype, int | None]:
-    """Return the contents of the files `names`: as LGDLM wrote them down, or with the types of other rows.
+    """Read the index of the files `names`, which LGDLM wrote, or a user with other types of rows.
 
-    They are the number of samples by name, in the order of ranks; the rows of tokens, [2, L] of ids and mask or [L],
-    and of latents; and the id that fills rows without a mask.
+    Returns:
+        The number of samples by name in the order of ranks, the type of a row of tokens ([2, L] for ids and mask, or
+        [L] for ids alone), the type of a row of latents, and the id that fills rows without a mask.
     """
     if not path.is_file():
         raise DataError(f"{path}: missing; expected a JSON object of {_INDEX_KEYS}")
@@ -70,7 +71,7 @@ def _read_index(path: Path, names: list[str]) -> tuple[dict[str, int], np.dtype,
 
 
 def _row_type(text: str) -> np.dtype:
-    """Return the type of a sample's row that is written as in "int32:2x512", or raise `ValueError` or `TypeError`."""
+    """Parse the type of a row, e.g. "int32:2x512", or raise `ValueError` or `TypeError`."""
     name, _, sizes = text.partition(":")
     row = np.dtype((name, tuple(int(size) for size in sizes.split("x"))))
     if row.base.kind not in "iuf" or min(row.shape) < 1:
@@ -79,7 +80,7 @@ def _row_type(text: str) -> np.dtype:
 
 
 def _map_rows(path: Path, row: np.dtype, count: int) -> np.ndarray:
-    """Memory-map a file as [room, *row.shape]; its first `count` rows are samples."""
+    """Memory-map a file as [room, *row.shape], where the first `count` rows are samples."""
     size = path.stat().st_size if path.is_file() else 0
     if not size or size % row.itemsize:
         expected = f"rows of {row.base} {list(row.shape)}, {row.itemsize} bytes each"
@@ -87,7 +88,7 @@ def _map_rows(path: Path, row: np.dtype, count: int) -> np.ndarray:
     rows = np.memmap(path, row.base, "r", shape=(size // row.itemsize, *row.shape))
     if len(rows) < count:
         raise DataError(f"{path}: room for {len(rows)} samples, expected {count}")
-    # The room behind the samples was never written, so it is zeros; anything else means that the count is too low.
+    # The room after the samples was never written, so it is zeros. Anything else means that the count is too low.
     if len(rows) > count and rows[count].any():
         raise DataError(f"{path}: row {count} is not empty, expected {count} samples")
     return rows
@@ -96,7 +97,7 @@ def _map_rows(path: Path, row: np.dtype, count: int) -> np.ndarray:
 def _read_row(id: str, tokens: np.ndarray, latents: np.ndarray, pad_id: int | None) -> Sample:
     if tokens.ndim > 1:
         return Sample(id, check_latents(latents), remove_padding(*tokens[:2]))
-    # Up to the last other id, as the pad id may also occur within a text.
+    # Keep all up to the last other id, as the pad id may also occur within a text.
     used = np.flatnonzero(tokens != pad_id)
     if not len(used):
         raise DataError(f"no tokens: all are the pad id {pad_id}")

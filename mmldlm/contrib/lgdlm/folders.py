@@ -31,13 +31,13 @@ from mmldlm.prepare.readers.latents import map_array
 LAYOUTS = ("pairs", "batches", "dat", "texts")
 _JSON_NAMES = ("train_data.json", "validation_data.json", "val_data.json", "test_data.json")
 _JSON_WITH_TOKENS = "train_data_with_tokens.json"  # the samples of train_data.json
-_map_cached = lru_cache(maxsize=16)(map_array)  # for files with the latents of many samples
+_map_cached = lru_cache(maxsize=16)(map_array)  # for files with latents of many samples
 
 
 def find_layout(source: Path) -> str:
-    """Return the layout of a folder: that of its tokens, which the trainer read, or else of its texts.
+    """Return the layout of a folder's tokens, which the trainer read, or "texts" if there are none.
 
-    No layout, or tokens in several ones, are a `DataError`.
+    It is a `DataError` if the folder has no layout that we know, or tokens in several layouts.
     """
     is_present = {
         "pairs": any(_token_archives(source)),
@@ -56,9 +56,9 @@ def find_layout(source: Path) -> str:
 
 
 def read_samples(source: Path, layout: str, notes: list[str]) -> Iterator[SourceSample]:
-    """Yield the samples of a folder in a fixed order; files that contradict each other are a `DataError`.
+    """Yield the samples of a folder in a fixed order, and add a line to `notes` if files belong to no sample.
 
-    A line in `notes` tells about files that belong to no sample.
+    It is a `DataError` if files contradict each other.
     """
     if layout == "pairs":
         return _read_pairs(source, notes)
@@ -66,7 +66,7 @@ def read_samples(source: Path, layout: str, notes: list[str]) -> Iterator[Source
 
 
 def _files(folder: Path, suffix: str, prefix: str = "") -> Iterator[str]:
-    """Yield paths relative to `folder` of the files below it that end in `suffix`, without holding a list of them."""
+    """Yield the files below `folder` that end in `suffix`, as relative paths, without holding a list of them."""
     if not folder.is_dir():
         return
     with os.scandir(folder) as entries:
@@ -140,7 +140,7 @@ def _read_batches(source: Path) -> Iterator[SourceSample]:
 
 
 def _read_batch_row(id: str, tokens: np.ndarray, file: Path | None, is_stack: bool, index: int, name: str) -> Sample:
-    """Return the sample of `tokens` [2, L], ids and mask, and of row `index` of `file`, or all of it if no stack."""
+    """Return the sample of `tokens` [2, L] (ids and mask) with row `index` of `file`, or all of `file` if no stack."""
     if file is None:
         raise DataError(f"latent_idx {index}: no file of latents {name or 'with this number'}")
     latents = _map_cached(file) if is_stack else map_array(file)
@@ -153,10 +153,10 @@ def _read_batch_row(id: str, tokens: np.ndarray, file: Path | None, is_stack: bo
 
 
 def _meta_rows(path: Path, count: int) -> list[tuple[str, int]]:
-    """Return file name (or "") and row of the latents of each of the `count` rows of a file of tokens.
+    """Return, for each of the `count` rows of a file of tokens, the file name (or "") and the row of its latents.
 
-    The meta file is a list of objects with `latent_idx` and, as LGDLM wrote, `latent_path` and `latent_file`; or such a
-    list under a key, or a list of the indices.
+    The meta file that LGDLM wrote is a list of objects with `latent_idx`, `latent_path` and `latent_file`. Such a list
+    under a key, or a plain list of indices, works as well.
     """
     meta = path.with_name(f"{path.stem}_meta.json")
     if not meta.is_file():
@@ -177,16 +177,16 @@ def _meta_rows(path: Path, count: int) -> list[tuple[str, int]]:
 
 
 def _latents_name(entry: dict[str, Any]) -> str:
-    """Return the path or name of the file whose rows `latent_idx` counts: always that of `latent_file`, if given."""
+    """Return the path or name of the file whose rows `latent_idx` counts, which is `latent_file` if that is given."""
     path, name = entry.get("latent_path") or "", entry.get("latent_file") or ""
     return path if not name or Path(path).name == name else name
 
 
 def _numbered(tokens: Path, folder: Path, index: int) -> tuple[Path | None, bool]:
-    """Return the file of latents where the meta file names none, and whether `index` counts its rows.
+    """Find the file of latents if the meta file names none, and return it with whether `index` counts its rows.
 
-    It does in the only file, and in file K for `tokens_latentK_batchB.npy` if that has several rows. Otherwise each
-    file has one sample, and `index` is the number in its name.
+    `index` counts the rows of the only file, or of file K for `tokens_latentK_batchB.npy` if that has several rows.
+    Otherwise each file has one sample, and `index` is the number in its name.
     """
     files = _numbered_files(folder)
     number = re.search(r"latents?_?(\d+)", tokens.stem)
@@ -230,7 +230,7 @@ def _read_texts(source: Path) -> Iterator[SourceSample]:
 
 
 def _read_text(source: Path, item: Any) -> Sample:
-    """Return the sample of an item: its text in `text` or in a file, its latent in a file."""
+    """Return the sample of an item, with its text from `text` or a file and its latent from a file."""
     if not isinstance(item, dict):
         raise DataError(f"a JSON {type(item).__name__}, expected a sample with 'text' and 'latent_path'")
     latent = _find_file((source, source / "latents"), item.get("latent_path"))
@@ -249,7 +249,7 @@ def _read_text(source: Path, item: Any) -> Sample:
 
 
 def _read_text_file(path: Path, beginning: str) -> str:
-    """Return the text of a file; the JSON may hold only its `beginning`."""
+    """Return the text of a file. The JSON may hold only its `beginning`."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -260,14 +260,14 @@ def _read_text_file(path: Path, beginning: str) -> str:
 
 
 def _find_file(folders: tuple[Path, ...], name: Any) -> Path | None:
-    """Return the file `name` below one of `folders`, or None; other machines' paths are shortened from the left."""
+    """Find the file `name` below one of `folders`, or return None. Paths of other machines are cut from the left."""
     parts = Path(name).parts if isinstance(name, str) else ()
     # The longest suffix first, so that a bare name matches only if no longer path does.
     for start in range(len(parts)):
         for folder in folders:
             path = folder.joinpath(*parts[start:])
             try:
-                # A path from the JSON must not lead outside the folder, also not by `..` or a link.
+                # A path from the JSON must not lead outside the folder, not even by `..` or a link.
                 if path.is_file() and path.resolve().is_relative_to(folder.resolve()):
                     return path
             except (OSError, ValueError):  # a name that no file can have

@@ -1,4 +1,4 @@
-"""Samples to convert, and the checks of the arrays that they consist of.
+"""Samples to convert, and checks of their arrays.
 
 Shape letters: L tokens with padding, M latent tokens of a sample, C latent channels.
 """
@@ -14,11 +14,11 @@ import numpy as np
 from mmldlm.errors import DataError
 from mmldlm.prepare.readers import latents
 
-_MAX_ARCHIVE_BYTES = 1 << 26  # of one sample's tokens, uncompressed; larger ones are not read into memory
+_MAX_ARCHIVE_BYTES = 1 << 26  # of one sample's tokens, uncompressed. Larger archives are not read into memory
 
 
 class Sample(NamedTuple):
-    """Latents float32 [M, C] with the tokens int64 (without padding) or the text of a sample."""
+    """A sample: its latents float32 [M, C], and its tokens int64 (without padding) or its text."""
 
     id: str
     latents: np.ndarray
@@ -26,17 +26,17 @@ class Sample(NamedTuple):
 
 
 class SourceSample(NamedTuple):
-    """The location of a sample, for messages, and the function that reads it or raises `DataError`."""
+    """The location of a sample for messages, and the function that reads it or raises `DataError`."""
 
     location: str
     read: Callable[[], Sample]
 
 
 def read_token_archive(path: Path) -> np.ndarray:
-    """Return the tokens of a `.npz` file of `input_ids` and `attention_mask`; see `remove_padding`."""
+    """Return the tokens of a `.npz` file of `input_ids` and `attention_mask` without padding."""
     try:
         with np.load(path, allow_pickle=False) as archive:
-            # From the directory of the archive, before anything is unpacked.
+            # Read the archive's directory before unpacking anything.
             size = sum(member.file_size for member in archive.zip.infolist())
             if size > _MAX_ARCHIVE_BYTES:
                 raise ValueError(f"{size} bytes uncompressed, expected at most {_MAX_ARCHIVE_BYTES}")
@@ -52,9 +52,9 @@ def read_token_archive(path: Path) -> np.ndarray:
 
 
 def remove_padding(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """Return the ids, int64, at the ones of a mask; both are [L] or [1, L].
+    """Return the ids, int64, where the mask is 1. Both are [L] or [1, L].
 
-    It is a `DataError` if shapes or types are wrong, or the mask is not ones and then zeros.
+    It is a `DataError` if shapes or types are wrong, or the mask is not ones followed by zeros.
     """
     if ids.shape != mask.shape or ids.shape not in ((ids.size,), (1, ids.size)):
         raise DataError(f"ids {list(ids.shape)} and mask {list(mask.shape)}, expected both [L] or [1, L]")
@@ -72,10 +72,10 @@ def remove_padding(ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
 def check_latents(array: np.ndarray) -> np.ndarray:
     """Return latents float32 [M, C] of a float array [C] or [M, C].
 
-    It is a `DataError` if shape or type are wrong, or all are zeros or not finite in float32.
+    It is a `DataError` if shape or type is wrong, or the latents are all zeros or not finite in float32.
     """
     with np.errstate(over="ignore"):
-        # The check for finite values applies to what is written: float64 may overflow in float32.
+        # Convert before the check for finite values: float64 may overflow in float32.
         result = latents.as_latents(array.astype(np.float32) if array.dtype.kind == "f" else array)
     if isinstance(result, tuple):
         raise DataError(result[1])

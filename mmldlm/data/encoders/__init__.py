@@ -1,8 +1,8 @@
 """Latent encoders: map text to the latents that are diffused.
 
-`LsaEncoder` and `LearnedEncoder` are fitted on the corpus; `SentenceTransformerEncoder` needs the extra `encoders`;
-`ImportedLatents` represents latents that were computed elsewhere; `ChunkedEncoder` turns an encoder of one latent into
-one of M.
+`LsaEncoder` and `LearnedEncoder` are fitted on the corpus. `SentenceTransformerEncoder` needs the extra `encoders`.
+`ImportedLatents` represents latents that were computed elsewhere. `ChunkedEncoder` turns an encoder of one latent per
+text into an encoder of M.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _ENCODERS: dict[str, Any] = {
 def load_encoder(folder: Path, **model_options: Any) -> LatentEncoder:
     """Load the encoder that `save` wrote to the `encoder` folder of a store.
 
-    `model_options` are batch size, device and location of a `SentenceTransformerEncoder`, which change no latents. If
-    the encoder is missing or damaged, or its model has changed, that is a `DataError`.
+    `model_options` are batch size, device and location of a `SentenceTransformerEncoder`, which change no latents. It
+    is a `DataError` if the encoder is missing or damaged, or its model has changed.
     """
     path, description = folder / "encoder.json", read_description(folder)
     try:
@@ -43,7 +43,7 @@ def load_encoder(folder: Path, **model_options: Any) -> LatentEncoder:
 
 
 def read_description(folder: Path) -> dict[str, Any]:
-    """Return the content of `encoder.json`, whose key `kind` is that of an encoder; DataError if there is none."""
+    """Read `encoder.json`, whose key `kind` names the encoder, or raise `DataError` if it is missing or damaged."""
     path = folder / "encoder.json"
     if not path.is_file():
         raise DataError(f"{path}: no such file; expected the encoder folder of a data store")

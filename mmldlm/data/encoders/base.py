@@ -1,4 +1,4 @@
-"""`LatentEncoder`: the interface of all encoders; and those that compute no latents themselves.
+"""The interface of all encoders, and two encoders that compute no latents themselves.
 
 Shape letters: n texts, M latent tokens of a sample, C latent channels.
 """
@@ -24,13 +24,13 @@ class LatentEncoder(Protocol):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """JSON values that differ between encoders with other latents, such as name, revision, prompt, and dim."""
+        """JSON values that differ between encoders with different latents, e.g. name, revision, prompt and dim."""
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Return latents float32 [n, M, C]; the latents of a text do not depend on other texts."""
+        """Return latents float32 [n, M, C]. The latents of a text must not depend on the other texts."""
 
     def count_cut(self, texts: Sequence[str]) -> int:
-        """Return how many texts are so long that the encoder reads their beginning only."""
+        """Return how many texts are so long that the encoder only reads their beginning."""
         return 0
 
     def save(self, folder: Path) -> None:
@@ -38,9 +38,9 @@ class LatentEncoder(Protocol):
 
 
 class ImportedLatents(LatentEncoder):
-    """Encoder of a store whose latents were computed elsewhere; it cannot encode new text.
+    """Encoder of a store whose latents were computed elsewhere. It cannot encode new text.
 
-    Latents are not changed unless `channels` truncates them; each vector is then normalized again if `normalize`.
+    Latents stay as they are unless `channels` truncates them. Truncated vectors are normalized again if `normalize`.
     """
 
     kind = "imported"
@@ -48,9 +48,13 @@ class ImportedLatents(LatentEncoder):
     def __init__(
         self, name: str, revision: str, shape: tuple[int, int], channels: int | None = None, normalize: bool = True
     ):
-        """Create from the `name` of a model and `shape` [M, C] of its latents; `revision` tells sources of them apart.
+        """Describe latents of a model.
 
-        More `channels` to truncate to than there are, are a `UsageError`.
+        Args:
+            revision: Tells apart latents that different sources computed with the model `name`.
+            shape: [M, C] of the latents as they were computed.
+            channels: Truncate to this many channels, by default none. More than C are a `UsageError`.
+            normalize: Give truncated vectors norm 1.
         """
         self.name, self.revision = name, revision
         self.latent_tokens, self.source_channels = shape
@@ -62,7 +66,7 @@ class ImportedLatents(LatentEncoder):
         self.normalize = normalize and self.channels < self.source_channels
 
     def convert(self, latents: Sequence[np.ndarray]) -> np.ndarray:
-        """Return source latents as float32 [n, M, C]; NaN for a vector that is not finite or cannot be normalized."""
+        """Return the imported latents as float32 [n, M, C], with NaN where a vector cannot be normalized."""
         converted = np.stack(latents)[..., : self.channels].astype(np.float32)
         if not self.normalize:
             return converted
@@ -90,9 +94,9 @@ class ImportedLatents(LatentEncoder):
 
 
 class ChunkedEncoder(LatentEncoder):
-    """Encodes a text into M latents by another encoder, one for each of M segments of equally many words, in order.
+    """Split a text into M segments with the same number of words, and encode each by another encoder.
 
-    Words are separated by white space. If a text has fewer than M words, some are part of several segments.
+    Words are separated by white space. If a text has fewer than M words, some words are in several segments.
     """
 
     kind = "stretches"
@@ -107,7 +111,7 @@ class ChunkedEncoder(LatentEncoder):
         return self.inner.identity | {"stretches": self.latent_tokens}
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Return latents float32 [n, M, C]; NaN for segments that the inner encoder cannot encode."""
+        """Return latents float32 [n, M, C], with NaN for segments that the inner encoder cannot encode."""
         segments = [segment for text in texts for segment in self.segments(text)]
         return self.inner.encode(segments).reshape(len(texts), self.latent_tokens, self.channels)
 
@@ -131,20 +135,20 @@ class ChunkedEncoder(LatentEncoder):
 def make_identity(
     name: str, revision: str | None, channels: int, normalize: bool = True, prompt: str | None = None
 ) -> dict[str, Any]:
-    """Return the part of `LatentEncoder.identity` that all encoders have."""
+    """Return the entries of `LatentEncoder.identity` that all encoders share."""
     normalization = "l2" if normalize else None
     return {"name": name, "revision": revision, "prompt": prompt, "normalisation": normalization, "dim": channels}
 
 
 def normalize_rows(vectors: np.ndarray) -> np.ndarray:
-    """Divide each row by its norm; NaN if the norm is zero or not finite."""
+    """Divide each row by its norm, or fill it with NaN if the norm is zero or not finite."""
     norms = np.linalg.norm(vectors, axis=1, keepdims=True)
-    # NaN marks a text without a latent; dividing by a tiny norm would return amplified noise instead.
+    # NaN marks a text without a latent. Dividing by a tiny norm would return amplified noise instead.
     norms[~((norms > 1e-9) & np.isfinite(norms))] = np.nan
     return (vectors / norms).astype(np.float32)
 
 
 def write_description(folder: Path, description: dict[str, Any]) -> None:
-    """Write `encoder.json`; its key `kind` selects the class that loads it."""
+    """Write `encoder.json`, whose key `kind` selects the class that loads it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "encoder.json").write_text(json.dumps(description, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,10 +1,10 @@
 """`LearnedEncoder`: several latents of a text by a small autoencoder, trained on the corpus.
 
-The autoencoder maps a text's tokens to a few latents, and noised latents back to its tokens. The decoder is trained by
-masked denoising, since that is how the latents are read later: a network that generates text from them sees the latents
-and the tokens that are not masked yet. Where many are masked, only the latents tell the tokens, so these have to carry
-the text. Noise on the decoder's input (as in LDLM, arXiv 2605.07933) gives texts that are alike near latents, and makes
-latents readable that a diffusion model generated, which are never exact.
+The autoencoder maps a text's tokens to a few latents, and noised latents back to the tokens. We train the decoder by
+masked denoising because the latents are read that way later: a network that generates text sees the latents and the
+tokens that are not masked yet. Where many tokens are masked, only the latents can tell them, so the latents learn to
+carry the text. Noise on the decoder's input (as in LDLM, arXiv 2605.07933) moves similar texts to nearby latents. It
+also teaches the decoder to read latents that a diffusion model generated, which are never exact.
 
 Shape letters: n texts, B texts of a batch, L tokens of the longest one, M latents of a text, C channels, W width, V
 vocabulary.
@@ -46,7 +46,7 @@ _LEARNING_RATE, _WARMUP, _CLIP_NORM = 3e-3, 0.1, 1.0
 
 @dataclass(frozen=True)
 class AutoencoderSizes:
-    """Sizes of the networks; `width` is a multiple of `HEAD_WIDTH`, and encoder and decoder have `depth` layers."""
+    """Sizes of encoder and decoder, each of `depth` layers. `width` is a multiple of `HEAD_WIDTH`."""
 
     vocab_size: int
     latent_tokens: int
@@ -56,7 +56,7 @@ class AutoencoderSizes:
 
 
 class TextEncoder(nn.Module):
-    """Transformer over a text's tokens, without a causal mask; its outputs are averaged around M points of the text."""
+    """Transformer over a text's tokens, without a causal mask. Its outputs are averaged around M points of the text."""
 
     def __init__(self, sizes: AutoencoderSizes):
         super().__init__()
@@ -67,7 +67,7 @@ class TextEncoder(nn.Module):
         nn.init.normal_(self.embedding.weight, std=sizes.width**-0.5)
 
     def forward(self, ids_BL: Tensor, padding_BL: Tensor) -> Tensor:
-        """Return latents of unit norm, [B, M, C]; positions with `padding_BL` are ignored."""
+        """Return latents of unit norm, [B, M, C], ignoring positions with `padding_BL`."""
         hidden_BLW = self.layers(self.embed(ids_BL), src_key_padding_mask=padding_BL)
         weights_BML = point_weights(padding_BL, self._latent_tokens)
         points_BMW = weights_BML / weights_BML.sum(2, keepdim=True) @ hidden_BLW
@@ -101,10 +101,11 @@ class TextAutoencoder(nn.Module):
 
 
 def point_weights(padding_BL: Tensor, latent_tokens: int) -> Tensor:
-    """Return how near tokens are to the centers of M equal parts of the text, the points, [B, M, L]; 0 for padding.
+    """Return how near each token is to each of M points, the centers of M equal parts of the text: [B, M, L].
 
-    The weight falls linearly with the distance between a token's center and the point. It reaches 0 at the length of a
-    part, or of a token where that is longer: so every point has a token, and every token a point.
+    The weight falls linearly with the distance between the token's center and the point, and is 0 for padding. It
+    reaches 0 at the length of a part or of a token, whichever is longer: so every point has a token, and every token a
+    point.
     """
     lengths_B11 = (~padding_BL).sum(1)[:, None, None]
     tokens_B1L = (torch.arange(padding_BL.shape[1]) + 0.5) / lengths_B11
@@ -142,9 +143,9 @@ def length_batches(lengths: np.ndarray, max_tokens: int = _BATCH_TOKENS) -> list
 def train_autoencoder(
     tokens: Sequence[np.ndarray], mask_id: int, sizes: AutoencoderSizes, steps: int, seed: int, progress: Progress
 ) -> TextAutoencoder:
-    """Train an autoencoder on texts given as int64 arrays, none of them empty; deterministic on one thread.
+    """Train an autoencoder on texts given as int64 arrays, none of them empty. It is deterministic on one thread.
 
-    `seed` is that of weights, order, masks and noise.
+    `seed` decides on weights, order, masks and noise.
     """
     # Modules draw their weights from the global generator, whose state is restored afterwards.
     with torch.random.fork_rng(devices=[]):
@@ -174,7 +175,7 @@ def train_autoencoder(
 def _denoising_loss(
     model: TextAutoencoder, ids_BL: Tensor, padding_BL: Tensor, mask_id: int, generator: torch.Generator
 ) -> Tensor:
-    """Return the mean nats of masked tokens; of a text of L tokens, a uniformly drawn number from 1 to L is masked."""
+    """Return the mean nats of masked tokens, where each text has between 1 and all of its tokens masked (uniform)."""
     uniform = torch.rand(ids_BL.shape, generator=generator).masked_fill(padding_BL, 2.0)
     share = 1 - torch.rand(len(ids_BL), 1, generator=generator)  # in (0, 1]
     rank = uniform.argsort(dim=1).argsort(dim=1)
@@ -187,7 +188,7 @@ def _denoising_loss(
 
 
 def _training_batches(lengths: np.ndarray, draw: np.random.Generator) -> Iterator[np.ndarray]:
-    """Yield batches of indices without end; in each epoch every text occurs once."""
+    """Yield batches of indices forever, with every text once in each epoch."""
     while True:
         order = draw.permutation(len(lengths))
         for start in range(0, len(order), _WINDOW):
@@ -198,15 +199,16 @@ def _training_batches(lengths: np.ndarray, draw: np.random.Generator) -> Iterato
 
 
 class LearnedEncoder(LatentEncoder):
-    """Encoder of an autoencoder that was trained on the corpus, with its tokenizer; latents have unit norm.
+    """The encoder of an autoencoder that was trained on the corpus, with its tokenizer. Latents have unit norm.
 
-    It reads a text of any length as a whole. A text without tokens, or that the tokenizer cannot encode, yields NaN.
+    It reads a text of any length as a whole. A text without tokens, or with characters that the tokenizer cannot
+    encode, yields NaN.
     """
 
     kind = "learned"
 
     def __init__(self, network: TextEncoder, tokenizer: Tokenizer, sizes: AutoencoderSizes, steps: int, seed: int):
-        """Create from a trained `network`; `steps` and `seed` of the training are only recorded."""
+        """Wrap a trained `network`. The `steps` and `seed` of its training are only recorded."""
         self._network, self._tokenizer = network.eval(), tokenizer
         self._options = {"sizes": asdict(sizes), "steps": steps, "seed": seed}
         self.latent_tokens, self.channels = sizes.latent_tokens, sizes.channels
@@ -223,10 +225,10 @@ class LearnedEncoder(LatentEncoder):
         progress: Progress,
         held_out: Iterable[str] = (),
     ) -> LearnedEncoder:
-        """Train an encoder of latents of `shape` [M, C] on `texts`; deterministic for equal arguments on one thread.
+        """Train an encoder of latents of `shape` [M, C] on `texts`, and report its loss on the texts `held_out`.
 
-        `width` is a multiple of `HEAD_WIDTH`. If no text has a token, that is a `DataError`. The loss of the texts
-        `held_out`, cut to the longest of the others, is reported.
+        Equal arguments give equal encoders on one thread. `width` is a multiple of `HEAD_WIDTH`. Held-out texts are cut
+        to the longest training text. It is a `DataError` if no text has a token.
         """
         tokens = [np.array(ids, np.int64) for ids in tokenizer.encode_batch(list(texts)) if ids]
         if not tokens:
@@ -253,7 +255,7 @@ class LearnedEncoder(LatentEncoder):
         return make_identity(self.kind, digest.hexdigest(), self.channels) | self._options
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Return latents float32 [n, M, C] of unit norm; NaN for texts without tokens."""
+        """Return latents float32 [n, M, C] of unit norm, with NaN for texts without tokens."""
         encoded = self._tokenizer.encode_each(texts)
         tokens = [np.array([] if isinstance(ids, DataError) else ids, np.int64) for ids in encoded]
         latents = np.full((len(texts), self.latent_tokens, self.channels), np.nan, np.float32)

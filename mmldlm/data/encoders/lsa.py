@@ -32,7 +32,7 @@ _CHANNELS = 64
 class LsaEncoder(LatentEncoder):
     """Latent semantic analysis: sublinear TF-IDF of lower-cased words, projected by a truncated SVD.
 
-    A latent is a topic vector of unit norm, relative to the corpus on which the encoder was fitted. A text without any
+    A latent is a topic vector of unit norm, relative to the corpus that the encoder was fitted on. A text without any
     known word yields NaN.
     """
 
@@ -40,7 +40,7 @@ class LsaEncoder(LatentEncoder):
     latent_tokens = 1
 
     def __init__(self, terms: list[str], idf: np.ndarray, projection: np.ndarray, seed: int):
-        """Create from `terms` (V words), `idf` float32 [V] and `projection` float32 [V, C]; `seed` is only recorded."""
+        """Create from `terms` (V words), `idf` float32 [V] and `projection` float32 [V, C]. `seed` is only recorded."""
         self.terms, self.seed = terms, seed
         self.channels = projection.shape[1]
         self._ids = {term: i for i, term in enumerate(terms)}
@@ -48,10 +48,10 @@ class LsaEncoder(LatentEncoder):
 
     @classmethod
     def fit(cls, texts: Iterable[str], channels: int | None = None, seed: int = 0) -> LsaEncoder:
-        """Fit an encoder to `texts`; deterministic for equal texts and seed (of the randomized SVD).
+        """Fit an encoder to `texts`. Equal texts and an equal `seed` (of the randomized SVD) give equal encoders.
 
-        `channels` is C, the rank of the SVD; by default 64, or fewer, with a notice, if the corpus has less to tell.
-        More than it has texts or words are a `DataError`.
+        `channels` is C, the rank of the SVD. The default is 64, or fewer, with a notice, if the corpus is small. It is
+        a `DataError` if `channels` exceeds the number of texts or words, or the texts have no spaces between words.
         """
         texts = list(texts)
         frequency = Counter(word for text in texts for word in _words(text))
@@ -60,7 +60,7 @@ class LsaEncoder(LatentEncoder):
                 f"--encoder lsa: reads words between spaces, found {min(unspaced)[:20]!r}; expected such words, or "
                 "--encoder learned or sentence-transformers:NAME"
             )
-        # Words that occur in most texts; ties in alphabetical order, so that the order of the texts does not matter.
+        # The most frequent words, ties in alphabetical order, so that the order of the texts does not matter.
         terms = sorted(sorted(frequency), key=lambda term: -frequency[term])[:_MAX_TERMS]
         max_channels = min(len(terms), len(texts))
         if channels is None and 0 < max_channels < _CHANNELS:
@@ -93,7 +93,7 @@ class LsaEncoder(LatentEncoder):
         counts = torch.cat([offsets.diff() for offsets in starts])
         rows = torch.repeat_interleave(torch.arange(len(texts)), counts)
         indices, values = torch.stack([rows, torch.cat(ids)]), torch.cat(weights).double()
-        # Entries are in order of text and term, each once, which is what coalesced means.
+        # Entries are in order of text and term, each once: they are coalesced already.
         shape = len(texts), len(self.terms)
         return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
 
@@ -122,7 +122,7 @@ class LsaEncoder(LatentEncoder):
         return make_identity("lsa", digest.hexdigest(), self.channels) | {"terms": len(self.terms), "seed": self.seed}
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Return latents float32 [n, 1, C] of unit norm; NaN for texts without a known word."""
+        """Return latents float32 [n, 1, C] of unit norm, with NaN for texts without a known word."""
         ids, weights, offsets = self._tfidf([_words(text) for text in texts])
         # The weighted sum of the terms' rows, [n, C]: the sparse matrix [n, V] times the projection [V, C].
         projected = torch.nn.functional.embedding_bag(

@@ -1,7 +1,7 @@
 """`SentenceTransformerEncoder`: any model of the sentence-transformers library (extra `encoders`).
 
-A store holds the model's name and revision, not the model. Whoever made a store or bundle chose that name, so it alone
-loads nothing: the user has to have named the model, in a preparation or by `ENCODER_VARIABLE`.
+A store holds the model's name and revision, not the model. A stranger may have made the store or bundle and chosen that
+name, so we load nothing because of it: the user must have named the model, in a preparation or by `ENCODER_VARIABLE`.
 
 Shape letters: n texts, C latent channels.
 """
@@ -31,10 +31,10 @@ _MODULES = {"Transformer", "Pooling", "Dense", "Normalize"}
 
 
 class SentenceTransformerEncoder(LatentEncoder):
-    """A model of the sentence-transformers library, given by folder or name; M = 1.
+    """A model of the sentence-transformers library, given by folder or name, with M = 1.
 
-    Vectors may be truncated to the first `channels` (Matryoshka models, arXiv 2205.13147, are trained for that) and are
-    then normalized.
+    Vectors may be truncated to the first `channels` and are then normalized. Matryoshka models (arXiv 2205.13147) are
+    trained for that.
     """
 
     kind = "sentence-transformers"
@@ -53,9 +53,11 @@ class SentenceTransformerEncoder(LatentEncoder):
     ):
         """Load the model of this name or in this folder.
 
-        `channels` is C to truncate to, by default all. Each text follows the `prompt`; E5, for example, expects
-        "query: " or "passage: ". Without one, `prompt_name` is that of one of the model's own prompts. `revision` is
-        the commit of a model given by name.
+        Args:
+            channels: Truncate vectors to this many channels C, by default none.
+            prompt: Text to put before each text. E5, for example, expects "query: " or "passage: ".
+            prompt_name: Name of one of the model's own prompts, used if there is no `prompt`.
+            revision: Commit of a model given by name.
 
         Raises:
             UsageError: The library is not installed, or an option does not suit the model.
@@ -120,7 +122,7 @@ class SentenceTransformerEncoder(LatentEncoder):
         return getattr(config, "_commit_hash", None)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Return latents float32 [n, 1, C]; NaN where the model returns a non-finite vector or zeros."""
+        """Return latents float32 [n, 1, C], with NaN where the model returns a non-finite vector or zeros."""
         with torch.inference_mode():
             embeddings = self._model.encode(
                 list(texts), prompt=self.prompt, show_progress_bar=False, batch_size=self.batch_size
@@ -138,7 +140,7 @@ class SentenceTransformerEncoder(LatentEncoder):
         return sum(len(ids) > limit for ids in self._model.tokenizer(long, verbose=False)["input_ids"]) if long else 0
 
     def save(self, folder: Path) -> None:
-        """Write the name and revision of the model, whose files are not copied, and note that its user named it."""
+        """Write the model's name and revision, but no model file, and note that the user named this model."""
         identity = self.identity
         write_description(folder, {"kind": self.kind, "normalise": self.normalize, **identity})
         location = str(Path(self.location).resolve()) if Path(self.location).is_dir() else self.location
@@ -149,9 +151,9 @@ class SentenceTransformerEncoder(LatentEncoder):
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> SentenceTransformerEncoder:
-        """Load the encoder that `save` wrote, from where the user said that the model is.
+        """Load the encoder that `save` wrote, from the place that the user named.
 
-        If the user has not named it, or it is another one, that is a `DataError`.
+        It is a `DataError` if the user has not named the model, or the place holds another one.
         """
         options, name, expected = dict(description["model_options"]), description["name"], description["revision"]
         location = options.pop("location", None) or os.environ.get(ENCODER_VARIABLE)
@@ -162,7 +164,7 @@ class SentenceTransformerEncoder(LatentEncoder):
                 f"in this folder, nor {f'at {location}' if location else 'one that you have prepared data with here'}; "
                 f"if you trust it, set {ENCODER_VARIABLE} to its name or folder"
             )
-        # Before anything is loaded from a folder. A name may point to another commit now, which is then asked for.
+        # Compare a folder before loading anything of it. A name may point to another commit now: ask for the old one.
         is_folder = Path(location).is_dir()
         revision = _hash_folder(Path(location)) if is_folder else expected
         if revision == expected:
@@ -209,7 +211,7 @@ def _hash_folder(folder: Path) -> str:
 
 
 def _known_path() -> Path:
-    """The record of models that the user has prepared data with on this machine, and where each is."""
+    """Return the path of the record of the models that the user has prepared data with here, and where each is."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "mmldlm" / "encoders.json"
 
 

@@ -1,6 +1,6 @@
 """Input files, on this machine or behind a URL such as s3://, gs://, hf:// or https://, which fsspec reads.
 
-Most protocols need a package of fsspec: s3fs, gcsfs, aiohttp; Zstandard needs the extra `tables`.
+Most protocols need a package for fsspec: s3fs, gcsfs or aiohttp. Zstandard needs the extra `tables`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mmldlm.utils.progress import print_status
 from mmldlm.utils.versions import install_command
 
 _BUFFER_BYTES = 1 << 20
-_MAX_NAMED = 3  # files of a folder that are left out
+_MAX_NAMED = 3  # of the files that we leave out of a folder
 
 
 def is_url(path: str) -> bool:
@@ -36,8 +36,10 @@ def is_url(path: str) -> bool:
 def open_input(path: str) -> BinaryIO:
     """Open a file for reading.
 
-    A file of this machine that cannot be opened is an OSError, a URL that cannot be read a `DataError`, and a package
-    that is missing a `UsageError`.
+    Raises:
+        OSError: A local file cannot be opened.
+        DataError: A URL cannot be read.
+        UsageError: A package is missing.
     """
     if not is_url(path):
         return Path(path).open("rb")
@@ -48,7 +50,7 @@ def open_input(path: str) -> BinaryIO:
 
 
 def pyarrow() -> Any:
-    """Import and return pyarrow; if it is not installed, a `UsageError` names the extra."""
+    """Import and return pyarrow, or raise `UsageError` with the extra to install."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -58,7 +60,7 @@ def pyarrow() -> Any:
 
 
 def _open_zstd(file: BinaryIO) -> Any:
-    # Not by fsspec, which reads the first of several frames only.
+    # Not by fsspec, which reads only the first of several frames.
     return io.BufferedReader(pyarrow().CompressedInputStream(file, "zstd"), _BUFFER_BYTES)
 
 
@@ -71,12 +73,12 @@ _DECOMPRESSED: dict[str, Callable[[BinaryIO], Any]] = {
 
 
 def is_compressed(path: str) -> bool:
-    """Return whether `open_text` decompresses a file, whose parts can then not be read independently."""
+    """Return whether `open_text` decompresses a file. Its parts can then not be read independently."""
     return PurePosixPath(path).suffix.lower() in _DECOMPRESSED
 
 
 def suffix_format(path: str) -> Format | None:
-    """Return the format of a file, perhaps compressed, by its suffix; None for others."""
+    """Return the format of a file, perhaps compressed, by its suffix, or None for an unknown suffix."""
     name = PurePosixPath(path.lower())
     format = SUFFIXES.get((name.with_suffix("") if is_compressed(path) else name).suffix)
     return format if format in TEXT_FORMATS or not is_compressed(path) else None
@@ -84,20 +86,22 @@ def suffix_format(path: str) -> Format | None:
 
 @contextmanager
 def open_text(path: str) -> Iterator[BinaryIO]:
-    """Open a file of text for reading, decompressed if its suffix says that it is compressed.
+    """Open a file of text for reading, and decompress it if its suffix says that it is compressed.
 
-    A file that cannot be read is a `DataError`, a package that is missing a `UsageError`.
+    Raises:
+        DataError: The file cannot be read.
+        UsageError: A package is missing.
     """
     decompress = _DECOMPRESSED.get(PurePosixPath(path).suffix.lower(), nullcontext)
     try:
         with open_input(path) as file, decompress(file) as contents:
             yield contents
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # also of pyarrow, and of damaged contents
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # also raised by pyarrow, or for damage
         raise DataError(f"{path}: cannot read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def input_info(path: str) -> FileInfo:
-    """Return size and SHA-256 of a file, for which it is read in full; errors are those of `open_input`."""
+    """Return size and SHA-256 of a file, reading it in full. It raises the errors of `open_input`."""
     digest, size = hashlib.sha256(), 0
     with open_input(path) as file:
         while block := file.read(_BUFFER_BYTES):
@@ -107,10 +111,10 @@ def input_info(path: str) -> FileInfo:
 
 
 def find_files(name: str, format: Format | None = None) -> list[str]:
-    """Return the sorted files that a path, URL, glob pattern or folder names; none are a `DataError`.
+    """Return the sorted files that a path, URL, glob pattern or folder names, or raise `DataError` if there are none.
 
-    A folder is searched recursively for the suffixes of `format` (`blocks` has those of `lines`), or of all formats;
-    how many other files it has is told.
+    A folder is searched recursively for the suffixes of `format` (`blocks` has the suffixes of `lines`), or of all
+    formats. A notice says how many other files it has.
     """
     if is_url(name):
         files = _find_url(name, format)
@@ -128,7 +132,7 @@ def find_files(name: str, format: Format | None = None) -> list[str]:
 
 
 def _choose(folder: str, files: Iterable[str], format: Format | None) -> list[str]:
-    """Return the files of a folder that can be read, and tell of the others."""
+    """Return the files of a folder that we can read, and print a notice about the others."""
     wanted = "lines" if format == "blocks" else format
     chosen, others = list[str](), list[str]()
     for file in files:
@@ -159,11 +163,11 @@ def _find_url(name: str, format: Format | None) -> list[str]:
 
 @contextmanager
 def _reading(url: str) -> Iterator[None]:
-    """Convert the errors of fsspec's file systems, which are of many kinds."""
+    """Convert the many kinds of errors of fsspec's file systems."""
     try:
         yield
     except MmldlmError:
-        raise  # an error of the caller's block, which names its cause already
+        raise  # raised in the caller's block, with its cause in the message
     except ImportError as error:
         raise UsageError(f"{url}: {error}; expected the package that reads such URLs") from None
     except Exception as error:

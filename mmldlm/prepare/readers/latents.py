@@ -1,4 +1,4 @@
-"""Files of precomputed latents, which belong to documents by id or by position.
+"""Files of precomputed latents, which are matched with documents by id or by position.
 
 Shape letters: n latents, M latent tokens of a sample, C latent channels.
 """
@@ -20,23 +20,28 @@ from mmldlm.prepare.documents import Document, DocumentStream, Problem, ProblemK
 from mmldlm.prepare.readers.tables import read_latent_table
 from mmldlm.utils.files import sha256
 
-POSITION = "position"  # instead of a file of ids: row i belongs to the i-th document
+POSITION = "position"  # instead of a file of ids, if row i belongs to the i-th document
 _FLOATS = ("F16", "F32", "F64")
 
 
 class LatentFile:
     """Latents by id: `.npy` or `.safetensors` [n, C] or [n, M, C] with a file of ids, or a `.parquet` with both.
 
-    Rows are read on demand, except those of `.parquet`, which are held in memory. `rows` has the row of each id, in
-    order; `shape` [M, C] is that of a sample's latents. If ids are `POSITION`, row i belongs to the i-th document.
+    Rows are read on demand, but a `.parquet` file is held in memory. `rows` maps each id to its row, in order. `shape`
+    is the shape [M, C] of a sample's latents. If ids are `POSITION`, row i belongs to the i-th document.
     """
 
     def __init__(self, path: Path | str, ids: str | None = None):
-        """Open the file and read the ids; DataError if a file cannot be read, counts differ or an id occurs twice."""
+        """Open the file and read the ids.
+
+        Raises:
+            DataError: A file cannot be read, the numbers of ids and rows differ, or an id occurs twice.
+            UsageError: The file has another suffix, or needs other `ids`.
+        """
         self.path, self.by_position = Path(path), ids == POSITION
         self._ids = None if ids is None or self.by_position else Path(ids)
         suffix = self.path.suffix
-        # A table has its ids in a column; other files need them from elsewhere.
+        # A table has its ids in a column. Other files need them from elsewhere.
         if (suffix == ".parquet") == (ids is not None):
             raise UsageError(
                 f"--latent-ids {ids}: {self.path} contains its ids, in the column 'id'"
@@ -68,17 +73,17 @@ class LatentFile:
 
     @property
     def revision(self) -> str:
-        """Return the SHA-256 over the contents of the files."""
+        """SHA-256 over the contents of the files."""
         parts = [sha256(path) for path in (self.path, self._ids) if path]
         return hashlib.sha256(" ".join(parts).encode()).hexdigest()
 
     def attach(
         self, documents: DocumentStream, first_position: int = 0
     ) -> Iterator[tuple[Document | Problem, int | None]]:
-        """Yield documents with their latents, by `key` or by their position in the input, and the rows of these.
+        """Add latents to documents, by `key` or by position in the input, and yield each document with its row.
 
-        `first_position` is that of the first document or problem. A problem has no row unless the latents of that row
-        are the problem. That no row is used twice is checked with the documents of all chunks (`fit.py`).
+        `first_position` is the position of the first document or problem. A problem only has a row if the latents in
+        that row are the problem. `fit.py` checks over all chunks that no row is used twice.
         """
         for position, item in enumerate(documents, first_position):
             if isinstance(item, Problem):
@@ -104,20 +109,20 @@ class LatentFile:
 
 
 def as_latents(array: np.ndarray) -> np.ndarray | tuple[ProblemKind, str]:
-    """Return latents [M, C] of a float array [C] or [M, C], or the kind and reason of a problem."""
+    """Return a float array [C] or [M, C] as latents [M, C], or the kind and reason of a problem."""
     if array.dtype.kind != "f" or array.ndim not in (1, 2) or not array.size:
         return "mismatch", f"the latent is {array.dtype} {list(array.shape)}, expected float [C], [1, C] or [M, C]"
     if not np.isfinite(array).all():
         return "no_latent", "the latent is not finite"
     if not array.any():
-        return "no_latent", "the latent is all zeros"  # written by other trainers if they could not encode a text
+        return "no_latent", "the latent is all zeros"  # other trainers write zeros for a text that they cannot encode
     return np.atleast_2d(array)
 
 
 def map_array(path: Path) -> np.ndarray:
     """Memory-map a `.npy` file, so that a header that promises more than the file holds allocates nothing.
 
-    A file that is no array, or one of pickled objects, is a `DataError`.
+    It is a `DataError` if the file is not an array, or an array of pickled objects.
     """
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
@@ -129,14 +134,17 @@ def map_array(path: Path) -> np.ndarray:
 
 
 def _open_tensor(path: Path) -> tuple[Any, tuple[int, ...]]:
-    """Return the tensor `latents`, or the only tensor, of a safetensors file, read slice by slice, and its shape."""
+    """Open the tensor `latents`, or the only tensor, of a safetensors file, and return it with its shape.
+
+    Its slices are read on demand.
+    """
     try:
         file = safe_open(str(path), framework="numpy")
         names = list(file.keys())
         if "latents" not in names and len(names) != 1:
             raise DataError(f"{path}: tensors {', '.join(sorted(names)[:8]) or 'none'}, expected 'latents'")
         rows = file.get_slice("latents" if "latents" in names else names[0])
-        if rows.get_dtype() not in _FLOATS:  # of which numpy has no other
+        if rows.get_dtype() not in _FLOATS:  # numpy has no other floats
             raise DataError(f"{path}: the latents are {rows.get_dtype()}, expected {' or '.join(_FLOATS)}")
         return rows, tuple(rows.get_shape())
     except (SafetensorError, OSError) as error:

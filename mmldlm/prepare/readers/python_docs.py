@@ -1,8 +1,8 @@
 """The embedded corpora `python-docs` and `simple-docs`: English sentences from docstrings of installed packages.
 
 The sources are the standard library of the running Python and the dependencies of this project, which are parsed with
-`ast` and never imported. Code, doctests, lists, tables and markup are removed; a document is one sentence.
-`simple-docs` consists of the short sentences that contain only common words, without near copies.
+`ast` and never imported. Code, doctests, lists, tables and markup are removed, and each sentence is a document.
+`simple-docs` consists of the short sentences with only common words, without near copies.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from mmldlm.prepare.documents import Document
 
 PYTHON_DOCS, SIMPLE_DOCS = CORPORA = ("python-docs", "simple-docs")
-EXTRACTION_VERSION = 1  # recorded in stores; increment when the rules below change
+EXTRACTION_VERSION = 1  # recorded in stores. Increment it when the rules below change
 
 # Distribution by import name, in the order of reading. The list is fixed and contains only required dependencies, so
 # that extras and other packages of the environment do not change the corpus.
@@ -60,7 +60,7 @@ def sources(corpus: str) -> list[dict[str, Any]]:
 
 
 def read_corpus(corpus: str, track: Callable[[Iterable[Document], str], Iterable[Document]]) -> Iterator[Document]:
-    """Yield the documents of one of `CORPORA`; `track` reports progress in a unit.
+    """Yield the documents of one of `CORPORA`. `track` reports progress in a unit.
 
     `simple-docs` are the sentences of `python-docs` with at most `MAX_SIMPLE_WORDS` words, all of them among its
     `NUM_COMMON_WORDS` most frequent ones, without case and with ties in alphabetical order. Near copies of earlier
@@ -84,7 +84,7 @@ def without_near_copies(documents: Iterable[Document]) -> Iterator[Document]:
     """Yield the documents that are not near copies of an earlier one (see `NEAR_COPY_OVERLAP`).
 
     Two texts are near copies if removing up to `_MAX_EXTRA_WORDS` words from each leaves equal sequences of at least
-    the required length. `seen` has the hashes of all such sequences of each document, with the document's length.
+    the required length. `seen` has the hash of each such sequence with the length of its document.
     """
     seen: set[int] = set()
     for document in documents:
@@ -92,7 +92,7 @@ def without_near_copies(documents: Iterable[Document]) -> Iterator[Document]:
         subsequences = [
             part for extra in range(_MAX_EXTRA_WORDS + 1) for part in combinations(words, len(words) - extra)
         ]
-        # (common words, length of the other text), which may have extra words of its own.
+        # (common words, length of the other text). The other text may have extra words too.
         others = [(part, len(part) + extra) for part in subsequences for extra in range(_MAX_EXTRA_WORDS + 1)]
         near = ((part, length) for part, length in others if 2 * len(part) >= NEAR_COPY_OVERLAP * (len(words) + length))
         if seen.isdisjoint(map(hash, near)):
@@ -106,7 +106,7 @@ def split_words(text: str) -> list[str]:
 
 
 def read_python_docs() -> Iterator[Document]:
-    """Yield every sentence once, at its first occurrence, in a fixed order; `source` is `PACKAGE/file.py`."""
+    """Yield every sentence once, at its first occurrence, in a fixed order. `source` is `PACKAGE/file.py`."""
     seen: set[str] = set()
     for package, folder in _folders():
         for path in _python_files(folder):
@@ -137,7 +137,7 @@ def _python_files(folder: Path) -> Iterator[Path]:
 
 
 def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of each docstring of a file, including those passed to `add_docstr` and the like."""
+    """Yield the line and text of each docstring of a file, and of texts passed to `add_docstr` and the like."""
     gc_was_enabled = gc.isenabled()
     gc.disable()  # a syntax tree is many objects without cycles: garbage collection would take half of the time
     try:
@@ -158,7 +158,7 @@ def _docstrings(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def _documenting_texts(body: list[ast.stmt], has_docstring: bool = True) -> Iterator[tuple[int, str]]:
-    """Yield the docstring of `body`, those of the functions and classes in it, and the texts of documenting calls."""
+    """Yield the docstrings of `body` and of its functions and classes, and the texts of documenting calls."""
     for statement in body:
         if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield from _documenting_texts(statement.body)
@@ -200,7 +200,7 @@ def _paragraphs(lines: list[str]) -> Iterator[str]:
     """Yield runs of lines with equal indentation that are not code, list, table, heading or directive."""
     paragraph: list[str] = []
     indent, fenced, until_blank = 0, False, False
-    # Lines below this depth belong to a literal block or list item; `until_blank` skips a doctest or table.
+    # Deeper lines belong to a literal block or list item. `until_blank` skips a doctest or table.
     skip_deeper_than: int | None = None
     # The blank line at the end completes the last paragraph.
     for line in [*lines, ""]:
@@ -249,7 +249,7 @@ _SENTENCE_END = re.compile(r"(?<=[.!?])(?<![.][.])[\"')]?\s+(?=[\"'(]?[A-Z])")
 
 
 def _clean(text: str) -> str:
-    """Remove markup; full stops of abbreviations become NUL, so that they do not end a sentence."""
+    """Remove markup, and turn periods of abbreviations into NUL, so that they do not end a sentence."""
     text = _ROLE.sub(lambda match: _last_part(match[1]), text)
     text = _TARGET.sub(r"\1", text)
     text = _LINK.sub(r"\1", text)

@@ -1,4 +1,4 @@
-"""Readers of tables: Parquet, Arrow files, and the folders that Hugging Face `datasets` saves. Need the extra `tables`.
+"""Read tables: Parquet, Arrow files, and folders that Hugging Face `datasets` saves. This needs the extra `tables`.
 
 Each format is a pair of functions: `*_parts` cuts an input into parts of whole row groups or record batches, and
 `read_*` reads one part.
@@ -34,7 +34,7 @@ def parquet_parts(path: str, target_bytes: int) -> list[Part]:
 
 
 def read_parquet(part: Part, field: str | None, columns: Columns) -> DocumentStream:
-    """Yield the documents and problems of a part of a Parquet file; their `line` is the row, from 1."""
+    """Yield the documents and problems of a part of a Parquet file. Their `line` is the row, from 1."""
     with _pyarrow_reading(part.path) as library, library.parquet.ParquetFile(_source(part.path)) as file:
         names = _column_names(part.path, file.schema_arrow, field, columns)
         groups = [*range(part.start, part.stop)]
@@ -49,7 +49,7 @@ def arrow_parts(path: str, target_bytes: int) -> list[Part]:
 
 
 def read_arrow(part: Part, field: str, columns: Columns) -> DocumentStream:
-    """Yield the documents and problems of a part of an Arrow file (stream or file format); their `line` is the row."""
+    """Yield the documents and problems of a part of an Arrow file (stream or file). Their `line` is the row, from 1."""
     with _pyarrow_reading(part.path):
         yield from _documents(part, islice(_record_batches(part.path), part.start, part.stop), field, columns)
 
@@ -60,14 +60,14 @@ def is_datasets_folder(path: Path) -> bool:
 
 
 def datasets_parts(path: str, target_bytes: int) -> list[Part]:
-    """Cut the shards of a folder of `save_to_disk` into parts; the splits of a DatasetDict follow each other."""
+    """Cut the shards of a folder of `save_to_disk` into parts. The splits of a DatasetDict come one after the other."""
     return [part for shard in _shards(Path(path)) for part in arrow_parts(str(shard), target_bytes)]
 
 
 def read_latent_table(path: Path) -> tuple[list[str], np.ndarray]:
     """Return the ids and the latents [n, M, C] of a Parquet file with the columns `id` and `latents`.
 
-    A file that cannot be read, or that has latents of different shapes, is a `DataError`.
+    It is a `DataError` if the file cannot be read, or has latents of different shapes.
     """
     ids, latents = list[str](), list[np.ndarray]()
     for part in parquet_parts(str(path), sys.maxsize):
@@ -114,7 +114,7 @@ def _shards(folder: Path) -> list[Path]:
 
 @contextmanager
 def _pyarrow_reading(path: Path | str) -> Iterator[Any]:
-    """Return pyarrow, and convert its errors within the block to a `DataError` that names the file."""
+    """Yield pyarrow, and convert its errors within the block to a `DataError` that names the file."""
     library = pyarrow()
     try:
         yield library
@@ -123,7 +123,7 @@ def _pyarrow_reading(path: Path | str) -> Iterator[Any]:
 
 
 def _source(path: str) -> Any:
-    """Return what pyarrow opens: the path of a file, or a URL as an open file."""
+    """Return the path of a file, or a URL as an open file, both of which pyarrow can read."""
     return open_input(path) if is_url(path) else path
 
 
@@ -154,8 +154,8 @@ def _join(path: str, groups: Iterable[tuple[int, int]], target_bytes: int) -> li
 
 
 def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -> list[str]:
-    """Return the names of the columns to read. The text column may be missing if there are tokens."""
-    # Columns that are not asked for share the key None, which is skipped below.
+    """Check the columns and return their names. The text column may be missing if there are tokens."""
+    # Columns that nobody asked for share the key None, which is skipped below.
     expected_kinds = {
         field: ("text", {"text"}),
         columns.tokens: ("lists of integers", {"list of integer"}),
@@ -180,8 +180,8 @@ def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -
 
 
 def _kind(column_type: Any) -> str:
-    """Return what a column holds: text, integer, float, a list of these, or something else."""
-    # Under extension types, such as those of `datasets`, another type is stored.
+    """Return the kind of a column: text, integer, float, a list of one of these, or other."""
+    # Extension types, for example of `datasets`, store another type.
     types, column_type = pyarrow().types, getattr(column_type, "storage_type", column_type)
     if types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type):
         return f"list of {_kind(column_type.value_type)}"
@@ -222,7 +222,7 @@ def _values(column: Any) -> Any:
 
 
 def _document(path: str, line: int, values: dict[str, Any], field: str | None, columns: Columns) -> Document | Problem:
-    """Return the document of a row, or its first problem; `values` is by column."""
+    """Return the document of a row, or its first problem. `values` has the row by column."""
     problem = partial(Problem, path, line)
     text = values.get(field) if field else None
     tokens = latents = None
@@ -255,7 +255,7 @@ def _document(path: str, line: int, values: dict[str, Any], field: str | None, c
 
 
 def _to_array(value: Any) -> np.ndarray | None:
-    """Return a list scalar as an array [n] or [n, m]; None if it is null or its lists have different lengths."""
+    """Return a list scalar as an array [n] or [n, m], or None if it is null or its lists have different lengths."""
     items = value.values
     if items is None:
         return None

@@ -1,4 +1,4 @@
-"""Readers of text: a document per line, per block of lines, per JSON line or item, or per row of CSV."""
+"""Read text with a document per line, per block of lines, per JSON line or item, or per row of CSV."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _EMPTY: _Fault = ("empty", "empty document")
 
 
 def text_parts(path: str, target_bytes: int, format: Format, separator: str | None = None) -> list[Part]:
-    """Cut a text file into parts of whole lines (or whole blocks), each the shortest of at least `target_bytes`.
+    """Cut a text file into parts of whole lines (or whole blocks), each as short as possible but `target_bytes` long.
 
-    A compressed file is one part, and so is one in which a document may end anywhere: JSON and CSV.
+    A compressed file is one part. So are JSON and CSV, where a document may span lines.
     """
     if is_compressed(path) or format not in ("lines", "blocks", "jsonl"):
         return [Part(path, 0, sys.maxsize)]
@@ -46,7 +46,7 @@ def text_parts(path: str, target_bytes: int, format: Format, separator: str | No
 
 
 def _next_boundary(file: BinaryIO, min_offset: int, of_blocks: bool, separator: str | None) -> int:
-    """Return the first offset >= `min_offset` where a line begins, or one that follows the end of a block there."""
+    """Return the first offset >= `min_offset` where a line begins, or, for blocks, a line after a block's end."""
     # One byte earlier: if that byte ends a line, `min_offset` itself is a boundary.
     file.seek(min_offset - 1)
     line = file.readline()
@@ -72,8 +72,11 @@ def read_text(
 ) -> DocumentStream:
     """Yield the documents and problems of a part of a text file, in one of `TEXT_FORMATS`.
 
-    `field` of JSON, or column of CSV, holds the text; `columns` are of the key, the group and the prefix, which may be
-    empty. All but the text may be missing if `key_optional`. Blocks end at the line `separator`, or at a blank one.
+    Args:
+        field: The field of JSON, or column of CSV, with the text.
+        columns: The fields with the key, the group and the prefix. The prefix may be empty.
+        key_optional: Allow records that lack all of these but the text.
+        separator: The line that ends a block, by default a blank one.
     """
     texts = {"text": field, "prefix": columns.prefix or ""}
     ids = {"key": columns.key or "", "group": columns.group or ""}
@@ -116,7 +119,7 @@ def _decode(line: bytes) -> str | _Fault:
 
 
 def _block_records(lines: _Lines, separator: str | None) -> _Records:
-    """Yield blocks of lines between blank lines or separators; a block with an unreadable line is one problem."""
+    """Yield blocks of lines between blank lines or separators. A block with an unreadable line is one problem."""
     start, block = 0, list[str]()
     problem: tuple[int, _Fault] | None = None
     for number, line in chain(lines, [(0, b"")]):  # line 0, at the end, completes the last block
@@ -124,7 +127,7 @@ def _block_records(lines: _Lines, separator: str | None) -> _Records:
         if isinstance(text, tuple):
             problem = problem or (number, text)
         elif number and not _ends_block(text, separator):
-            if block or text.strip():  # blank lines that begin a block are no part of it
+            if block or text.strip():  # blank lines at the start of a block are not part of it
                 start = start or number
                 block.append(text)
         else:
@@ -165,7 +168,7 @@ def _parse_json(text: str | _Fault) -> Any:
 def _csv_records(lines: _Lines, delimiter: str = ",") -> _Records:
     """Yield the rows below a header, each with the number of its first line."""
     csv.field_size_limit(sys.maxsize)
-    # Bytes that are no text become half surrogate pairs, which `_row_text` reports where they matter.
+    # Bytes that are not UTF-8 become half surrogate pairs, which `_row_text` reports in the columns that we read.
     decoded = (line.decode("utf-8", "surrogateescape").removeprefix("\ufeff") for _, line in lines)
     reader = csv.reader(decoded, delimiter=delimiter, strict=True)
     header: list[str] | None = None
@@ -201,7 +204,7 @@ _RECORDS: dict[Format, Callable[[_Lines], _Records]] = {
 
 
 def _row_text(row: Any, field: str) -> str | _Fault:
-    """Return a text, or what is wrong with it, of a JSON object or a row."""
+    """Return a text of a JSON object or a row, or the fault in it."""
     if not isinstance(row, dict):
         return "invalid", f"a JSON {type(row).__name__}, expected an object with the field {field!r}"
     if field not in row:
@@ -210,7 +213,7 @@ def _row_text(row: Any, field: str) -> str | _Fault:
     if not isinstance(text, str):
         return "invalid", f"field {field!r} is {type(text).__name__}, expected a string"
     try:
-        # JSON can spell half of a surrogate pair by an escape, which tokenizers and files cannot hold.
+        # JSON can spell half a surrogate pair by an escape. Tokenizers and files cannot hold it.
         text.encode("utf-8")
     except UnicodeEncodeError:
         return "unreadable", f"field {field!r} is not valid Unicode"
@@ -218,7 +221,7 @@ def _row_text(row: Any, field: str) -> str | _Fault:
 
 
 def _row_id(row: Any, field: str) -> str | _Fault:
-    """Return the id of a document or of its group, or what is wrong with it."""
+    """Return the id of a document or of its group, or the fault in it."""
     value = row.get(field) if isinstance(row, dict) else None
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
         return "invalid", f"field {field!r} is {type(value).__name__}, expected the document's id, a string or integer"
