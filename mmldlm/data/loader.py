@@ -113,9 +113,9 @@ class Loader:
             seed: Key of the sample order.
             batch_at: Returns the batch sizes of a step, which `TrainConfig.check_batches` accepts.
             device_type: Decides about the default number of workers and pinned memory.
-            corrupt: Returns a step's micro-batches in their corrupted form, given the number of steps done before. We call
-                it in the loader if that has workers, or if batches go to a GPU. A CPU run without workers would gain
-                nothing, so there the trainer corrupts them.
+            corrupt: Returns a step's micro-batches in their corrupted form, given the number of steps done before. The
+                loader calls it if it has workers, or if batches go to a GPU. A CPU run without workers would gain
+                nothing, so there the trainer corrupts the micro-batches.
         """
         assert 0 <= rank < world_size
         self.batch_at = batch_at
