@@ -69,7 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", help="config file, if it is not the first argument")
     parser.add_argument("--dry-run", action="store_true", help="print the config and its estimated costs and exit")
     parser.add_argument(
-        "--stop-at", type=int, metavar="STEP", help="save and stop after this step; schedules are of train.steps"
+        "--stop-at", type=int, metavar="STEP", help="save and stop after this step; schedules still span train.steps"
     )
     parser.add_argument(
         "--check", action="store_true", help="start and compare the ranks, time an all-reduce, and exit"
@@ -109,7 +109,7 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
         run_dir = Path(config.run.dir)
         if (run_dir / MANIFEST_NAME).is_file() or folder_around(run_dir, CHECKSUM_NAME):
             raise ConfigError(
-                f"run.dir: {run_dir} is (in) a data store, bundle or checkpoint, expected a folder outside"
+                f"run.dir: {run_dir} is inside a data store, bundle or checkpoint, or is one; expected another folder"
             )
         files = options.deepspeed_config, options.accelerate_config
         launch = None if options.gpus or options.dry_run else read_launcher_env(os.environ, *files)

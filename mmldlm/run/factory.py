@@ -75,7 +75,7 @@ def take_flash_attention_4(head_width: int, dtype: torch.dtype, device: str) -> 
     except Exception as error:  # can be of many types
         flash.restore_flash_attention_impl(_raise_warn=False)
         if not str(getattr(error, "name", "")).startswith("flash_attn"):  # not because it is not installed
-            log.warning("FlashAttention 4 does not run here, so attention takes PyTorch's own: %s", error)
+            log.warning("FlashAttention 4 does not run here, so attention uses PyTorch's own kernel: %s", error)
 
 
 def describe_attention(backend: object) -> str:

@@ -61,8 +61,8 @@ class MetricsFile:
         assert values.keys().isdisjoint({"kind", "step", "time", "nonfinite"}), f"reserved keys in {[*values]}"
         if not self.is_in_place:
             raise StorageError(
-                f"{self.path} is not the file that this run writes to any more: its folder was moved or deleted; what "
-                "was written is where it is now, and nothing else is"
+                f"{self.path}: this run's file is no longer there, because its folder was moved or deleted; everything "
+                "written so far moved with it"
             )
         nonfinite: list[str] = []
         record: dict[str, Any] = {"kind": kind, "step": step, "time": round(time.time(), 3)}

@@ -57,6 +57,6 @@ def overfitting_notice(found: Mapping[str, Any], run_dir: Path) -> str:
     best = run_dir / "checkpoints" / checkpoint_name(found["lowest_step"])
     return (
         f"overfitting: {found['metric']} is {found['loss']:.4g} and was {found['lowest']:.4g} at step "
-        f"{found['lowest_step']:,}: take --checkpoint {best}, which checkpoint.keep_best keeps, or more data; "
+        f"{found['lowest_step']:,}: use --checkpoint {best}, which checkpoint.keep_best keeps, or train on more data; "
         "train.stop_after_worse ends such a run early"
     )

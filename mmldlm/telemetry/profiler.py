@@ -25,16 +25,16 @@ class ProfileConfig:
 
     steps: list[int] = setting(
         factory=list,
-        doc="[first, last] optimizer step to trace into run.dir/profile, counted from 1; empty: none. Traced steps are "
-        "slower; two or three are enough",
+        doc="first and last optimizer step to trace, as [first, last], counted from 1; empty: none. Traces go to "
+        "run.dir/profile. Traced steps are slower, so trace only two or three",
     )
     ranks: list[int] = setting(factory=lambda: [0], doc="ranks that write a trace")
     memory_history: int = setting(
         0,
-        "allocations on a GPU to remember, with the lines that made them; if memory runs out they are written to "
-        "run.dir/profile, for https://pytorch.org/memory_viz; 0: none",
+        "number of GPU allocations to remember, with the lines of code that made them; 0: none. If memory runs out, "
+        "they are written to run.dir/profile, for https://pytorch.org/memory_viz",
         at_least=0,
-        advice="100000, a few steps of a large network, to see what fills a GPU",
+        advice="Try 100000, a few steps of a large network, to see what fills a GPU",
     )
 
     def __post_init__(self) -> None:

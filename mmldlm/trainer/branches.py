@@ -33,7 +33,7 @@ def read_rewinds(run_dir: Path) -> list[dict[str, Any]]:
         except (ValueError, LookupError, TypeError):
             if number < len(lines) or line.endswith(b"\n"):
                 raise DataError(
-                    f"{path}, line {number}: is no rewind; expected before, step, samples, branch"
+                    f"{path}, line {number}: is no rewind; expected the keys before, step, samples and branch"
                 ) from None
     return rewinds
 

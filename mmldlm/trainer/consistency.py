@@ -88,8 +88,8 @@ def check_run_folder(engine: Engine, run_dir: Path) -> None:
     missing = [f"rank {rank} on {host}" for rank, (visible, host) in enumerate(results) if not visible]
     if missing:
         raise ConfigError(
-            f"run.dir: {run_dir} is not the same folder on all nodes: {', '.join(missing)} does not see rank 0's; "
-            "put it on a file system that all nodes share"
+            f"run.dir: {run_dir} is not the same folder on all nodes: {', '.join(missing)} cannot see rank 0's file in "
+            "it; put it on a file system that all nodes share"
         )
 
 

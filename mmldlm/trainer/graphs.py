@@ -175,7 +175,7 @@ class GraphReplays:
         return results
 
     def _turn_off(self, reason: str) -> None:
-        log.warning("no CUDA graphs from here on, so that steps are slower: %s", reason)
+        log.warning("CUDA graphs are off from here on, so steps are slower: %s", reason)
         self.is_on = False
         self.buckets.clear()
 

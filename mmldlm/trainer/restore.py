@@ -119,12 +119,12 @@ def _choose(config: RunConfig, store: CheckpointStore, mirror: Mirror | None) ->
         is_chosen = resume != "auto" or bool(read_rewinds(run_dir))
         checkpoint = mirror.fetch_newer(checkpoint, is_chosen)
         if with_rewinds(config) != config:
-            raise ConfigError(f"{run_dir}: has samples to leave out since it was fetched; run the command again")
+            raise ConfigError(f"{run_dir}: its rewinds, just fetched, leave out samples; run the command again")
     recorded, saved = recorded_run_id(run_dir / METRICS), checkpoint and checkpoint.info.get("run_id")
     if resume == "auto" and checkpoint is not None and recorded and saved and recorded != saved:
         raise DataError(
-            f"{checkpoint.path}: is of the run {saved}, expected {recorded} as in {run_dir / METRICS}; move away what "
-            "is not of this run, or start from the other's checkpoint by resume: PATH in a new run.dir"
+            f"{checkpoint.path} belongs to run {saved}, expected run {recorded} as in {run_dir / METRICS}; move the "
+            "files of the other run away, or start from its checkpoint by resume: PATH in a new run.dir"
         )
     if resume == "never":
         store.set_aside_after(-1)
@@ -156,7 +156,7 @@ def restore_checkpoint(checkpoint: Checkpoint, model: nn.Module, config: RunConf
     changed = diff_configs(dump(with_absolute_paths(saved)), dump(with_absolute_paths(config)))
     notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
     if num_new:
-        notes.append(f"{num_new} parameters train from here on, with new optimizer state")
+        notes.append(f"{num_new} parameters train from here on and start with new optimizer state")
     latents = saved_latent_stats(checkpoint, store)
     if latents != store.manifest.latent:
         notes.append("latents are standardized as in the checkpoint, by other statistics than those of the data now")

@@ -90,10 +90,10 @@ def _out_of_memory(error: Exception, config: RunConfig, step: int, launch: Launc
     train = config.train
     size = train.batch_at(step, launch.world_size)
     key = "micro_batch_tokens" if size.micro_batch_tokens else "micro_batch_size"
-    auto = "" if train.auto_micro_batch else " or set train.auto_micro_batch=true"
+    auto = "" if train.auto_micro_batch else ", or set train.auto_micro_batch=true"
     return ConfigError(
-        f"train.{key}: rank {launch.rank} ran out of memory after step {step:,}; expected less than "
-        f"{getattr(size, key):,}, which changes no curve: lower it{auto}, or memory.activation_checkpointing=full "
+        f"train.{key}: rank {launch.rank} ran out of memory after step {step:,} with {getattr(size, key):,}; lower it, "
+        f"which changes no curve{auto}, or set memory.activation_checkpointing=full "
         f"({truncate(' '.join(str(error).split()))}){_memory_history(config, launch, engine)}"
     )
 
