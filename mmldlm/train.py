@@ -1,4 +1,4 @@
-"""Training: `python -m mmldlm.train CONFIG.yaml key.sub=value ...`, under any launcher."""
+"""Train a run, under any launcher: `python -m mmldlm.train CONFIG.yaml key.sub=value ...`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
-if __name__ == "__main__":  # before the imports below import torch
+if __name__ == "__main__":  # do this before the imports below import torch
     from mmldlm.utils.process import start_rank
 
     start_rank()
@@ -32,12 +32,15 @@ def train(
     trainer_cls: type[Trainer] = Trainer,
     stop_at: int | None = None,
 ) -> None:
-    """Run a training to its end; StoppedBySignal if a signal, or `stop_at`, ends it early, with a checkpoint saved.
+    """Train a run to its end.
 
     Args:
-        launch: Environment of this rank; read from the environment variables by default.
+        launch: Environment of this rank, by default read from environment variables.
         trainer_cls: `Trainer`, or a subclass that overrides some of its methods.
-        stop_at: Step after which to save and stop, if it is not the last.
+        stop_at: Step after which to save and stop, unless it is the last one.
+
+    Raises:
+        StoppedBySignal: A signal or `stop_at` ended the run early. A checkpoint has been saved.
     """
     with trainer_cls(config, launch, stop_at) as trainer:
         for steps_done, micro_batches in trainer.steps():
@@ -55,7 +58,7 @@ def train_step(trainer: Trainer, steps_done: int, micro_batches: Sequence[Batch]
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Parse the command line into one config file, overrides and flags."""
+    """Parse the command line into a config file, overrides and flags."""
     parser = argparse.ArgumentParser(
         prog="mmldlm train",
         usage="%(prog)s [--check | --dry-run [--gpus NxMGB [--nodes N]] | --stop-at STEP] CONFIG.yaml "
@@ -66,7 +69,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config", help="config file, if it is not the first argument")
     parser.add_argument("--dry-run", action="store_true", help="print the config and its estimated costs and exit")
     parser.add_argument(
-        "--stop-at", type=int, metavar="STEP", help="save and stop after this step; schedules are of train.steps"
+        "--stop-at", type=int, metavar="STEP", help="save and stop after this step; schedules still span train.steps"
     )
     parser.add_argument(
         "--check", action="store_true", help="start and compare the ranks, time an all-reduce, and exit"
@@ -79,8 +82,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--accelerate_config", metavar="FILE", help="accelerate config that selects the engine, with torchrun"
     )
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # injected by the deepspeed launcher
-    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # usual in its examples
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)  # the deepspeed launcher adds it
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # its examples pass it
     refuse_removed("train", sys.argv[1:] if argv is None else argv)
     options = parser.parse_intermixed_args(argv)
     files, options.overrides = split_arguments(options.arguments)
@@ -106,14 +109,14 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
         run_dir = Path(config.run.dir)
         if (run_dir / MANIFEST_NAME).is_file() or folder_around(run_dir, CHECKSUM_NAME):
             raise ConfigError(
-                f"run.dir: {run_dir} is (in) a data store, bundle or checkpoint, expected a folder outside"
+                f"run.dir: {run_dir} is inside a data store, bundle or checkpoint, or is one; expected another folder"
             )
         files = options.deepspeed_config, options.accelerate_config
         launch = None if options.gpus or options.dry_run else read_launcher_env(os.environ, *files)
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             raise
-        return error.exit_code  # the first process of the node says it
+        return error.exit_code  # the first process of the node prints it
     if options.gpus:
         from mmldlm.trainer.dry_run import Gpus, print_choices
 
@@ -136,7 +139,7 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
 
 
 def main(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> int:
-    """Run the command and report user errors in one line; return the exit code."""
+    """Run the command, report user errors in one line, and return the exit code."""
     return run_command(lambda: run(argv, trainer_cls))
 
 

@@ -1,4 +1,4 @@
-"""`Corruption`: how the micro-batches of a step are noised, in the trainer or already in the workers of its loader."""
+"""`Corruption` noises the micro-batches of a step, either in the trainer or earlier, in the loader's workers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from mmldlm.diffusion.objective import ON_HOST, NoisedBatch, Objective
 from mmldlm.utils.packed_tensors import PackedTensors
 
 IGNORED = -100  # a target that `F.cross_entropy` ignores
-OF_MASKED = ("positions", "targets", "token_weight", "trained_token_weight", "token_bin")  # have a row each
+OF_MASKED = ("positions", "targets", "token_weight", "trained_token_weight", "token_bin")  # a row per masked token
 
 
 @dataclass(frozen=True)
 class CorruptedBatch(Batch):
-    """A micro-batch that the loader has corrupted already, for the step after `steps_done`."""
+    """A micro-batch that the loader has already corrupted, for the step that follows `steps_done` steps."""
 
     steps_done: int
     noised: NoisedBatch
 
     def pin_memory(self) -> CorruptedBatch:
-        """Return the micro-batch with its corrupted form, which goes to the device, in pinned memory."""
+        """Return the micro-batch with its corrupted form in pinned memory, ready to go to the device."""
         return replace(self, noised=self.noised.pin_memory())
 
     def __reduce__(self) -> Any:
-        # One buffer, since each tensor that a worker sends takes a file descriptor; the device's part comes first.
+        # One buffer, because each tensor that a worker sends takes a file descriptor. The device's part is first.
         own = {f"batch.{name}": getattr(self, name) for name in ("tokens", "latents", "slots")}
         on_host = {name: getattr(self.noised, name) for name in ON_HOST}
         packed = PackedTensors.pack({**self.noised.tensors(), **on_host, **own})
@@ -38,7 +38,7 @@ class CorruptedBatch(Batch):
 
 
 def _received(packed: PackedTensors, lengths: tuple[int, ...], filled: tuple[int, ...], steps_done: int) -> Batch:
-    """Return the micro-batch that a worker has sent."""
+    """Rebuild a micro-batch that a worker has sent."""
     *_, counts, sample_ids, tokens, latents, slots = packed.tensors().values()
     for_device = PackedTensors(packed.buffer[: packed.places["counts"].start], dict([*packed.places.items()][:-5]))
     layout = PackedLayout(filled, latents.shape[1], num_filler=len(filled) - len(lengths))
@@ -48,16 +48,17 @@ def _received(packed: PackedTensors, lengths: tuple[int, ...], filled: tuple[int
 
 @dataclass(frozen=True)
 class StaticSizes:
-    """Sizes up to which the micro-batches of a step are filled, few, of samples of at most `max_length` tokens.
+    """Fills micro-batches up to few sizes, so that one CUDA graph fits many of them.
 
-    Tokens and masked tokens are rounded up to multiples of 1/32 of the token budget, such as 1,024 of 32,768. Samples
-    are those of the step's largest micro-batch, and as many more as its filler may need.
+    Tokens and masked tokens are rounded up to multiples of 1/32 of the token budget, e.g. 1,024 of 32,768. The number
+    of samples is that of the step's largest micro-batch, plus as many as the filler may need. Samples have at most
+    `max_length` tokens.
     """
 
     max_length: int
 
     def fill(self, noised: Sequence[NoisedBatch], micro_batch_tokens: int) -> list[NoisedBatch]:
-        """Return a step's micro-batches, filled up with what no loss counts; the token budget is 0 for none."""
+        """Return the micro-batches of a step, filled up with rows that no loss counts. A budget of 0 means none."""
         multiple = max(128, round(micro_batch_tokens / 32 / 128) * 128) if micro_batch_tokens else 1024
         num_samples = max(len(batch.sample_ids) for batch in noised) - (1 - multiple) // self.max_length
         return [batch if batch.layout.num_filler else self._filled(batch, multiple, num_samples) for batch in noised]
@@ -66,7 +67,7 @@ class StaticSizes:
         layout, longest = batch.layout, self.max_length
         tokens, masked = -layout.num_tokens % multiple, -len(batch.positions) % multiple
         samples = num_samples - layout.num_samples
-        # All tokens belong to samples, since kernels write no row behind the last one. The other samples have none.
+        # Filler tokens belong to filler samples, because kernels write no row after the last sample. Some are empty.
         lengths = (min(longest, max(0, tokens - first)) for first in range(0, samples * longest, longest))
         layout = PackedLayout((*layout.lengths, *lengths), layout.latent_tokens, num_filler=samples)
         rows = {**dict.fromkeys(OF_MASKED, masked), **dict.fromkeys(ON_HOST, 0), "noised_tokens": tokens}
@@ -80,7 +81,7 @@ class StaticSizes:
 
 
 class StepSizes(Protocol):
-    """The batch sizes of a step that its corruption depends on, see `mmldlm.data.batch_schedule.BatchSize`."""
+    """The two batch sizes that corruption needs, see `mmldlm.data.batch_schedule.BatchSize`."""
 
     @property
     def global_batch_size(self) -> int: ...
@@ -91,18 +92,18 @@ class StepSizes(Protocol):
 
 @dataclass(frozen=True)
 class Corruption:
-    """All that decides about the noise of a step: it is a function of (seed, step, slot), and drawn on the host."""
+    """Noises the micro-batches of a step on the host. The noise is a function of (seed, step, slot) alone."""
 
     objective: Objective
     seed: int
     mode: ModeShares
     mode_schedule: Mapping[int, ModeShares]
     text_sampler: TimeSampler
-    batch_at: Callable[[int], StepSizes]  # by the number of steps done before, as all of a step are found here
-    sizes: StaticSizes | None = None  # up to which micro-batches are filled
+    batch_at: Callable[[int], StepSizes]  # given the number of steps done
+    sizes: StaticSizes | None = None  # fills micro-batches up
 
     def __call__(self, steps_done: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
-        """Return the micro-batches of a step noised; one that the loader has corrupted for this step as it is."""
+        """Noise the micro-batches of a step, except those that the loader has already corrupted for this step."""
         size, weights = self.batch_at(steps_done), mode_weights_at(steps_done, self.mode, self.mode_schedule)
         samplers = self.text_sampler, self.objective.latent.sampler
         noised = []
@@ -115,7 +116,7 @@ class Corruption:
         return noised if self.sizes is None else self.sizes.fill(noised, size.micro_batch_tokens)
 
     def in_loader(self, steps_done: int, micro_batches: Sequence[Batch]) -> list[Batch]:
-        """Return the micro-batches of a step with their corrupted forms, see `Loader`."""
+        """Return the micro-batches of a step together with their noised form, for `Loader`."""
         return [
             CorruptedBatch(
                 batch.tokens, batch.latents, batch.lengths, batch.sample_ids, batch.slots, steps_done, noised

@@ -1,4 +1,4 @@
-"""How long a rank computes, without its waits for other ranks, which make all ranks equally slow."""
+"""How long each rank computes. Waits for other ranks are left out, because they make all ranks equally slow."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 
 
 class ComputeTimer:
-    """Measures how long this rank computes: CPU time of this thread or, `on_cuda`, time of blocks on the device.
+    """Measures how long this rank computes: the CPU time of this thread or, `on_cuda`, the time of the blocks.
 
-    The blocks are timed by events in their forward passes in training, which contain no collective; only ZeRO-3
-    gathers parameters within them. The host never waits for the device.
+    On a device, CUDA events before and after each block time its forward passes in training. A block calls no
+    collective, except that ZeRO-3 gathers parameters in it. The host never waits for the device.
     """
 
     def __init__(self, blocks: Iterable[nn.Module], on_cuda: bool):
@@ -24,7 +24,7 @@ class ComputeTimer:
         self._begun: deque[torch.cuda.Event] = deque()
         self._ended: deque[torch.cuda.Event] = deque()
         for block in blocks if on_cuda else ():
-            # Within the hooks of FSDP2, which wait for the gathered parameters.
+            # These hooks run inside the hooks of FSDP2, which wait for the gathered parameters.
             block.register_forward_pre_hook(lambda block, _: self._record(self._begun) if block.training else None)
             block.register_forward_hook(
                 lambda block, *_: self._record(self._ended) if block.training else None, prepend=True
@@ -37,7 +37,7 @@ class ComputeTimer:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Count what is started on the device in this context, where no block is called."""
+        """Time the work that this context starts on the device without calling a block, such as a graph replay."""
         if self._on_cuda:
             self._record(self._begun)
         yield
@@ -45,7 +45,7 @@ class ComputeTimer:
             self._record(self._ended)
 
     def seconds(self) -> float:
-        """Return the time computed since the start, on a device as far as it has finished."""
+        """Return the time computed since the start. On a device this covers the blocks that have finished."""
         if not self._on_cuda:
             return time.thread_time()
         while self._ended and self._ended[0].query():
@@ -54,7 +54,7 @@ class ComputeTimer:
 
 
 def compare_ranks(seconds: Sequence[float]) -> dict[str, float]:
-    """Return which rank computes longest, how long, and the median of the others, given the seconds of each rank."""
+    """Return the slowest rank, its seconds, and the median seconds of the other ranks, as tags of a record."""
     slowest = max(range(len(seconds)), key=seconds.__getitem__)
     others = [*seconds[:slowest], *seconds[slowest + 1 :]]
     return {

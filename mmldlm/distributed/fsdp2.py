@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer state are DTensors, of which each rank holds a shard."""
+"""FSDP2: each rank holds a shard of parameters, gradients and optimizer state, which are DTensors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from mmldlm.utils.meta_device import materialize
 def fsdp_plugin(precision: str) -> FullyShardedDataParallelPlugin:
     """Return Accelerate's plugin that shards by blocks.
 
-    Options that are not set here come from the launcher's FSDP_ variables. In bf16 and fp16 the gathered copies have
-    that type, which halves the traffic and rounds as autocast does for each matrix. Gradients are reduced in float32,
-    and the shards that the optimizer updates stay float32.
+    All other options come from the launcher's FSDP_ variables. In bf16 and fp16 ranks gather copies in that type, which
+    halves the traffic and rounds each matrix just as autocast does. Gradients are reduced in float32, and the optimizer
+    updates float32 shards.
     """
     policy = MixedPrecisionPolicy(
         param_dtype={"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision),
@@ -39,24 +39,24 @@ def fsdp_plugin(precision: str) -> FullyShardedDataParallelPlugin:
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["MMDiTBlock"],
         mixed_precision_policy=policy,
-        # Each rank computes or reads its own part of the weights, and the model checkpoints its activations itself.
+        # Each rank computes or reads only its part of the weights, and our model checkpoints its activations itself.
         cpu_ram_efficient_loading=False,
         activation_checkpointing=False,
     )
 
 
 class FSDP2Engine(Engine):
-    """A model sharded by `fully_shard`, all of it over one dimension of one device mesh.
+    """A model that `fully_shard` shards over one dimension of a device mesh.
 
-    With hybrid sharding the mesh has a second dimension, along which the shards are replicated.
+    With hybrid sharding the mesh has a second dimension, and the shards are replicated along it.
     """
 
     shards_parameters = True
-    # One rank writes all that is not sharded (step counts, small buffers), so that a reader finds it in one file.
+    # One rank writes everything that is not sharded (step counts, small buffers): readers find it in one file.
     _owners: dict[str, int] = {}  # noqa: RUF012 - replaces the property of `Engine`
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
-        # Sharded on the meta device, where Accelerate cannot tell the optimizer's parameters apart.
+        # We shard on the meta device. There Accelerate cannot match the optimizer's parameters, so we do it by name.
         with follows_parameters(optimizer, model):
             self._wrap(model, optimizer)
             materialize(model, self.device)
@@ -66,7 +66,7 @@ class FSDP2Engine(Engine):
 
     @cached_property
     def _place(self) -> _Place:
-        """This rank's place in the mesh, the same for all parameters."""
+        """This rank's place in the mesh. It is the same for all parameters."""
         return _Place.of(next(p for p in self.unwrapped_model.parameters() if isinstance(p, DTensor)))
 
     @property
@@ -94,7 +94,7 @@ class FSDP2Engine(Engine):
         parts = {}
         for entry, meta in meta_of(tensors).items():
             parameter = parameters.get(entry.rpartition("/")[0])
-            if parameter is None or meta.shape != parameter.shape:  # a step count, or what is refused below
+            if parameter is None or meta.shape != parameter.shape:  # a step count, or an entry to refuse below
                 parts[entry] = tensors[entry]
                 continue
             parts[entry] = torch.empty_like(parameter)
@@ -118,29 +118,29 @@ class FSDP2Engine(Engine):
         return [to_local(parameter) for parameter in self._parameters()]
 
     def _sync_model_from_masters(self) -> None:
-        """Free the gathered parameters that a forward pass kept (the root's), which would be used as the weights."""
+        """Free parameters that the last forward pass kept gathered (the root's): the next one would use them."""
         for module in self.unwrapped_model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _clip_gradients(self, max_norm: float) -> Tensor:
-        # On local shards, since operations of DTensors take much time on the host: the squared norm of each tensor is
-        # summed over the shards.
+        # DTensor operations take much time on the host. So we work on local shards, and sum the squared norm of each
+        # tensor over the shards.
         gradients = [to_local(parameter.grad) for parameter in self._parameters() if parameter.grad is not None]
         squares = torch.stack(torch._foreach_norm(gradients)).square()
         mesh = self._place.mesh
         dist.all_reduce(squares, group=mesh.get_group(mesh.ndim - 1))
         norm = torch.linalg.vector_norm(squares.sqrt())
         if self.launch.replicas > 1:
-            # Each replica sums over its shards by itself. Norms that differ in the last bit would let the replicas
-            # drift apart, or only some of them skip a step, so all take the largest.
+            # Each replica sums over its own shards, so norms may differ in the last bit. Then replicas would drift
+            # apart, or only some of them would skip a step. To prevent it, all take the largest norm.
             dist.all_reduce(norm, dist.ReduceOp.MAX, mesh.get_group(0))
         return self._scale_gradients(gradients, norm, max_norm)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A rank's place in the mesh of a DTensor, whose last dimension shards; one before it replicates."""
+    """A rank's place in the mesh of a DTensor. The last dimension shards, and one before it replicates."""
 
     shard: int
     shards: int
@@ -157,7 +157,7 @@ class _Place:
         return cls(shard, mesh.size(mesh.ndim - 1), replica, mesh)
 
     def numel(self, tensor: Tensor) -> int:
-        """Return the elements of each shard of a tensor, as `torch.chunk` cuts it; the last ones may have fewer."""
+        """Return the number of elements in each shard, as `torch.chunk` cuts it. The last shards may have fewer."""
         return -(-tensor.shape[0] // self.shards) * tensor.shape[1:].numel()
 
     def start(self, tensor: Tensor) -> int:

@@ -1,7 +1,7 @@
 """DeepSpeed ZeRO 1, 2 and 3, with and without offload to the host.
 
-The engine is driven directly, since it clips, steps and handles overflow itself. Its state is read and written through
-DeepSpeed's per-parameter functions, so that checkpoints are the same as under every other engine.
+We call DeepSpeed's engine directly, because it clips, steps and handles overflow itself. We read and write its state
+through DeepSpeed's per-parameter functions, so checkpoints are the same as under every other engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ZeroEngine(Engine):
 
     def prepare(self, model: nn.Module, optimizer: torch.optim.Optimizer, weights: Mapping[str, Tensor]) -> None:
         self.shards_parameters = self.stage == 3
-        # Frozen weights have no masters, so each rank keeps them as they are before DeepSpeed rounds them.
+        # DeepSpeed keeps no float32 masters of frozen weights, so each rank keeps them from before the rounding.
         with self.raise_on_all_ranks("loading of the frozen weights"):
             self._frozen = {
                 clean_name(name): weights[clean_name(name)]
@@ -66,7 +66,7 @@ class ZeroEngine(Engine):
         with _keep_zero_optimizer():
             self._wrap(model, optimizer)
         self._starts = self._gather_starts() if self.stage < 3 else {}
-        # DeepSpeed rounds the weights before it copies them to its masters.
+        # DeepSpeed rounds weights before it copies them to its masters, so we load the masters ourselves.
         with self.raise_on_all_ranks("loading of the master weights"):
             for name, parameter in self._trainable_params():
                 self._load_master(parameter, name, weights)
@@ -75,12 +75,12 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def _materialize(self, model: nn.Module) -> None:
-        """Allocate all parameters; those of ZeRO-3 module by module, so that no rank ever holds all of them."""
+        """Allocate all parameters. Under ZeRO-3 we go module by module, so that no rank ever holds the whole model."""
         partition: Any = None
         if self.stage == 3:
             config = self.accelerator.state.deepspeed_plugin.deepspeed_config
             with self._set_up("partitioning the model"):
-                # For the module without parameters it has linear layers save memory, as it would for a whole model.
+                # On a module without parameters it only patches linear layers to save memory, as for a whole model.
                 partition = deepspeed.zero.Init(nn.Module(), config_dict_or_path=config)
         for prefix, module in model.named_modules():
             materialize(module, self.device, recurse=False)
@@ -94,13 +94,14 @@ class ZeroEngine(Engine):
                     partition._convert_to_zero_parameters(module.parameters(recurse=False))
 
     def _patch_overflow_check(self) -> None:
-        """Make DeepSpeed's step treat a rejected gradient norm as an overflow, which drops all gradients.
+        """Make DeepSpeed treat a rejected gradient norm as an overflow, so that it drops all gradients.
 
-        Unpatched, it steps with a norm of any size. The patch acts between its norm and its handling of overflows.
+        Unpatched, it would step with a norm of any size. We hook in after it computes the norm and before it handles
+        overflows.
         """
         optimizer = self.zero_optimizer
-        optimizer.compute_grad_norm, optimizer.check_grad_overflow = True, False  # the norm shows overflows, too
-        # ZeRO-3 combines the norms of the groups within `step`, so there the function before that is wrapped.
+        optimizer.compute_grad_norm, optimizer.check_grad_overflow = True, False  # the norm shows overflows as well
+        # ZeRO-3 combines the norms of its groups inside `step`, so for ZeRO-3 we wrap the function before that.
         norm_name = "_get_norm_groups" if self.stage == 3 else "scaled_global_norm"
         compute_norm, update_scale = getattr(optimizer, norm_name), optimizer._update_scale
 
@@ -111,7 +112,7 @@ class ZeroEngine(Engine):
             return result
 
         def check_norm(overflow: bool) -> None:
-            # `step` reads this attribute after the call, and on overflow drops the gradients.
+            # `step` reads this attribute after the call and drops the gradients on overflow.
             optimizer.overflow = overflow or not is_accepted(self._norm, self._norm_limit)
             update_scale(optimizer.overflow)
 
@@ -124,7 +125,7 @@ class ZeroEngine(Engine):
 
     @property
     def zero_optimizer(self) -> Any:
-        """DeepSpeed's ZeRO optimizer, which holds partitions, masters and overflow state."""
+        """DeepSpeed's ZeRO optimizer. It holds partitions, masters and the overflow state."""
         return self.model.optimizer
 
     @property
@@ -136,26 +137,26 @@ class ZeroEngine(Engine):
         optimizer = self.zero_optimizer
         if self.stage == 3 or not optimizer.contiguous_gradients:
             return 0
-        # With `overlap_comm` one buffer is filled while the other is reduced.
+        # With `overlap_comm`, one buffer fills while the other is reduced.
         buffers = len(optimizer.ipg_buckets) * (2 if optimizer.overlap_comm else 1)
         return buffers * optimizer.reduce_bucket_size * optimizer._gradient_reduction_buffer_dtype().itemsize
 
     def accumulate(self, micro_batches: Sequence[T]) -> Generator[T]:
         """Yield the micro-batches of one step.
 
-        ZeRO-1 reduces gradients with the last one, ZeRO-2 and 3 with each, since no rank holds unsharded gradients.
+        ZeRO-1 reduces gradients after the last one. ZeRO-2 and 3 reduce after each, as no rank holds whole gradients.
         """
         for index, micro_batch in enumerate(micro_batches):
             self.model.set_gradient_accumulation_boundary(index == len(micro_batches) - 1)
             yield micro_batch
 
     def backward(self, loss: Tensor) -> None:
-        # DeepSpeed averages over ranks and, by default, micro-batches; this loss is a share of the step's loss.
+        # DeepSpeed averages over ranks and, by default, over micro-batches. We need sums: see `Engine.backward`.
         with self.in_collective("backward: reduction of the gradients"):
             self.model.backward(loss * self.world_size, scale_wrt_gas=False)
         if self.stage == 1 and self.model.is_gradient_accumulation_boundary():
-            # Drops gradients that are reduced, in bf16 views into the buffers of the exchange, which DeepSpeed keeps
-            # until the next forward pass.
+            # This drops gradients that are already reduced. In bf16 they are views into the communication buffers, and
+            # DeepSpeed would keep them until the next forward pass.
             self.zero_optimizer.clear_backward_seen_flag()
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
@@ -163,12 +164,12 @@ class ZeroEngine(Engine):
             with self.in_collective("gather of a gradient"):
                 gradient = safe_get_full_grad(parameter)
             if gradient is not None:
-                yield name, gradient / self.zero_optimizer.loss_scale  # 1 but in fp16
+                yield name, gradient / self.zero_optimizer.loss_scale  # the scale is 1 except in fp16
 
     def update(self, lr: float, clip_norm: float, norm_limit: float = math.inf, ema_decay: float = 0.0) -> Tensor:
-        """Step as `Engine.update` does; DeepSpeed clips, and synchronizes the host for the norm.
+        """Step as `Engine.update` does. DeepSpeed clips, and makes the host wait for the norm.
 
-        The norm returned is infinite if DeepSpeed's is non-finite.
+        If DeepSpeed's norm is non-finite, the returned norm is infinite.
         """
         self._set_lr(lr)
         self._norm_limit = norm_limit
@@ -188,29 +189,29 @@ class ZeroEngine(Engine):
             yield name, start, fragment
 
     def copied_weights(self) -> Iterator[tuple[str, Tensor, Tensor]]:
-        parameters: Iterator[tuple[str, Any]] = self._trainable_params()  # with attributes of DeepSpeed
+        parameters: Iterator[tuple[str, Any]] = self._trainable_params()  # DeepSpeed adds attributes
         for name, parameter in parameters:
             fragment, start = self._fragment(parameter)
             copy = parameter.ds_tensor if self.stage == 3 else parameter.reshape(-1)[start:]
             yield name, copy.detach()[: len(fragment)], fragment
 
     def _sync_model_from_masters(self) -> None:
-        """Round the weights that the network computes with from the masters, as DeepSpeed does after a step."""
+        """Set the network's weights to the rounded masters, as DeepSpeed does after a step."""
         optimizer = self.zero_optimizer
         with self.in_collective("gather of the weights"):
             if self.stage < 3:
                 optimizer.update_lp_params()
                 return
-            # As ZeRO-3's own `step` and `_post_step` do, in their order.
+            # The same calls, in the same order, as in ZeRO-3's own `step` and `_post_step`.
             optimizer._partition_all_parameters()
             for group in range(len(optimizer.fp16_groups)):
                 optimizer._reassign_or_swap_out_partitioned_parameters(group)
-            if optimizer.persistent_parameters:  # small ones, which stay gathered between the steps
+            if optimizer.persistent_parameters:  # small parameters stay gathered between steps
                 optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
             optimizer.invalidate_secondary_tensor()
 
     def local_state(self) -> Iterator[tuple[str, str, SlicedTensor, Tensor]]:
-        # Frozen weights come from before the rounding, buffers from the model, all else from the masters.
+        # Frozen weights are from before the rounding, buffers are the model's, and everything else is the masters'.
         for name, tensor in self._replicated.items():
             yield "model", name, *self._part(tensor, name)
         step, keys = self._optimizer_layout()
@@ -224,7 +225,7 @@ class ZeroEngine(Engine):
 
     @property
     def _replicated(self) -> dict[str, Tensor]:
-        """Frozen weights and buffers, which every rank has."""
+        """Frozen weights and buffers. Every rank has all of them."""
         state = model_state(self.unwrapped_model)
         buffers = {clean_name(name) for name, _ in self.unwrapped_model.named_buffers()}
         return {**self._frozen, **{name: state[name] for name in state if name in buffers}}
@@ -237,12 +238,15 @@ class ZeroEngine(Engine):
         return self._slices(parameter, name), self._fragment(parameter)[0]
 
     def _slices(self, parameter: Any, name: str) -> SlicedTensor:
-        """Return which rank has which elements of a trained parameter, and so of its moments."""
+        """Return which rank holds which elements of a trained parameter and of its moments."""
         like = torch.empty(self._shape(parameter), device="meta")
         return SlicedTensor.like(like, parameter.ds_tensor.ds_numel if self.stage == 3 else self._starts[name])
 
     def _gather_starts(self) -> dict[str, tuple[tuple[int, int], ...]]:
-        """Return start and rank of each fragment of ZeRO-1 and 2, parts of a padded group, by name (collective)."""
+        """Return (start, rank) of each fragment by parameter, under ZeRO-1 and 2 (collective).
+
+        A fragment is a rank's part of the parameter: these stages partition padded groups of parameters.
+        """
         fragments = {name: self._fragment(parameter) for name, parameter in self._trainable_params()}
         starts = {name: start for name, (fragment, start) in fragments.items() if fragment.numel()}
         pieces: dict[str, list[tuple[int, int]]] = defaultdict(list)
@@ -252,7 +256,7 @@ class ZeroEngine(Engine):
         return {name: tuple(sorted(found)) for name, found in pieces.items()}
 
     def _fragment(self, parameter: Any, key: str | None = None) -> tuple[Tensor, int]:
-        """Return this rank's fragment of a trained parameter's master weight, or of its moment `key`, and its start."""
+        """Return (fragment, start): this rank's part of a parameter's master weight, or of its moment `key`."""
         if self.stage == 3:
             fragment = (
                 safe_get_local_fp32_param(parameter) if key is None else safe_get_local_optimizer_state(parameter, key)
@@ -260,14 +264,14 @@ class ZeroEngine(Engine):
             start = min(self.rank * fragment.numel(), parameter.ds_numel)
             return fragment.detach()[: parameter.ds_numel - start], start  # without the padding
         mapping = parameter._hp_mapping
-        if mapping is None:  # in the partitions of other ranks alone
+        if mapping is None:  # only other ranks have a part of it
             return torch.empty(0), 0
         partition, address = self._master_params()[mapping.param_group_index], mapping.hp_fragment_address
         flat = partition if key is None else self.unwrapped_optimizer.state[partition][key]
         return flat.detach().narrow(0, address.start, address.numel), mapping.lp_fragment_address.start
 
     def _load_master(self, parameter: Any, name: str, tensors: Mapping[str, Tensor], key: str | None = None) -> None:
-        """Set this rank's fragment of a master weight, or of the moment `key`, from the whole `tensors[name]`."""
+        """Set this rank's fragment of a master weight, or of its moment `key`, from the whole `tensors[name]`."""
         fragment, start = self._fragment(parameter, key)
         values = read_range(tensors, name, start, start + fragment.numel())
         if self.stage < 3:
@@ -283,8 +287,8 @@ class ZeroEngine(Engine):
         parameters = dict(self._trainable_params())
         check_optimizer_entries({name: self._shape(parameter) for name, parameter in parameters.items()}, tensors)
         keys = sorted({entry.rpartition("/")[2] for entry in tensors} - {"step", NO_STATE})
-        # DeepSpeed has one step count for all: parameters that were frozen before start with zero moments and the
-        # step count of the others.
+        # DeepSpeed has one step count for all parameters. So parameters that were frozen before start with zero moments
+        # and with the step count of the others.
         new = {entry.rpartition("/")[0] for entry in tensors if entry.endswith(NO_STATE)}
         if not keys:
             return
@@ -302,16 +306,19 @@ class ZeroEngine(Engine):
         return list(optimizer.single_partition_of_fp32_groups)
 
     def _optimizer_layout(self) -> tuple[Tensor | None, list[str]]:
-        """Return the step count and the names of the moments; (None, []) before the first step."""
+        """Return (step count, names of the moments), or (None, []) before the first step."""
         state = self.unwrapped_optimizer.state.get(self._master_params()[0], {})
-        # Moments are flat tensors; PyTorch's step count is a tensor without dimensions.
+        # Moments are flat tensors, while PyTorch's step count is a tensor without dimensions.
         moments = [key for key, value in state.items() if isinstance(value, Tensor) and value.dim()]
         if not moments:
             return None, []
         return torch.as_tensor(state["step"], dtype=torch.float32).cpu().clone(), moments
 
     def _create_optimizer_state(self, step: Tensor, keys: Sequence[str]) -> None:
-        """Create the state of the inner optimizer's first step; DeepSpeed's optimizers count steps in a number."""
+        """Create the state that the inner optimizer would create in its first step.
+
+        PyTorch's AdamW counts steps in a tensor, DeepSpeed's optimizers in a Python number.
+        """
         in_tensors = isinstance(self.unwrapped_optimizer, torch.optim.AdamW)
         for partition in self._master_params():
             state = {key: torch.zeros_like(partition) for key in keys}
@@ -321,20 +328,21 @@ class ZeroEngine(Engine):
 
     @staticmethod
     def _shape(parameter: nn.Parameter) -> torch.Size:
-        return getattr(parameter, "ds_shape", parameter.shape)  # ZeRO-3 leaves an empty tensor between the steps
+        return getattr(parameter, "ds_shape", parameter.shape)  # between steps, ZeRO-3 leaves an empty tensor
 
     def close(self) -> None:
         if hasattr(self, "model") and not self.peer_lost:
             self.model.destroy()
         super().close()
-        groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # a later start has others
+        groups._WORLD_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None  # a later start creates new groups
 
 
 @contextlib.contextmanager
 def _keep_zero_optimizer() -> Iterator[None]:
     """Have DeepSpeed build its ZeRO optimizer for every stage and precision.
 
-    For ZeRO-1 in bf16 with float32 accumulation it would choose `BF16_Optimizer`, without its state or overflow check.
+    For ZeRO-1 in bf16 with float32 accumulation it would choose `BF16_Optimizer`, which lacks that state and overflow
+    check.
     """
     sanity_check = DeepSpeedEngine._do_optimizer_sanity_check
 

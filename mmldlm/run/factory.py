@@ -23,12 +23,12 @@ log = logging.getLogger(__name__)
 
 
 def set_matmul_precision(config: RunConfig) -> None:
-    """Set how float32 matrix products of this process round their inputs; the backends have no setting per network."""
+    """Set how float32 matrix products round their inputs, for the whole process: no setting per network exists."""
     torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
 
 
 def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) -> MMDiT:
-    """Return the network for `device_type`, its parameters on the meta device; parts in `freeze` are frozen."""
+    """Return the network for `device_type`, with parameters on the meta device and the parts in `freeze` frozen."""
     precision, backend = _precision(config), attention_backend(config, device_type)
     uncertainty = config.loss.latent_weighting == "uncertainty"
     with torch.device("meta"):
@@ -47,7 +47,7 @@ def build_meta_model(config: RunConfig, manifest: Manifest, device_type: str) ->
 
 
 def attention_backend(config: RunConfig, device_type: str) -> Backend:
-    """Return the kernel of the joint attention on this type of device; one that does not run is a `ConfigError`."""
+    """Return the joint attention kernel for this type of device. A kernel that cannot run is a `ConfigError`."""
     head_width, precision = config.model.head_width, _precision(config)
     has_gpu = device_type == "cuda" and torch.cuda.is_available()
     capability = torch.cuda.get_device_capability() if has_gpu else None
@@ -59,31 +59,31 @@ def attention_backend(config: RunConfig, device_type: str) -> Backend:
 
 @cache
 def take_flash_attention_4(head_width: int, dtype: torch.dtype, device: str) -> None:
-    """Have varlen run FlashAttention 4 from here on where it is installed, unless its first call each way fails."""
-    from torch.nn.attention.varlen import varlen_attn  # absent from CPU-only builds of older releases
+    """Let varlen use FlashAttention 4 from now on if it is installed and a trial forward and backward pass succeed."""
+    from torch.nn.attention.varlen import varlen_attn  # missing in CPU-only builds of older releases
 
-    if not hasattr(flash, "restore_flash_attention_impl"):  # a release of PyTorch without a choice
+    if not hasattr(flash, "restore_flash_attention_impl"):  # this PyTorch has only one kernel
         return
-    try:  # not all of its versions fit PyTorch's calls
+    try:  # not every version of FlashAttention 4 fits PyTorch's calls
         flash.activate_flash_attention_impl("FA4")
         qkv = torch.ones(1, 1, head_width, dtype=dtype, device=device, requires_grad=True)
         offsets = torch.arange(2, dtype=torch.int32, device=device)
         varlen_attn(qkv, qkv, qkv, offsets, offsets, 1, 1).sum().backward()  # type: ignore[union-attr]
-    except Exception as error:  # of many types
+    except Exception as error:  # can be of many types
         flash.restore_flash_attention_impl(_raise_warn=False)
-        if not str(getattr(error, "name", "")).startswith("flash_attn"):  # which is not installed
-            log.warning("FlashAttention 4 does not run here, so attention takes PyTorch's own: %s", error)
+        if not str(getattr(error, "name", "")).startswith("flash_attn"):  # not because it is not installed
+            log.warning("FlashAttention 4 does not run here, so attention uses PyTorch's own kernel: %s", error)
 
 
 def describe_attention(backend: object) -> str:
-    """Return the kernel of the joint attention, for the user."""
-    current = getattr(flash, "current_flash_attention_impl", lambda: None)  # newer than the oldest PyTorch
+    """Return the name of the joint attention kernel for users."""
+    current = getattr(flash, "current_flash_attention_impl", lambda: None)  # the oldest supported PyTorch lacks it
     is_newer = backend == "varlen" and current() == "FA4"
     return f"{backend} (FlashAttention 4)" if is_newer else str(backend)
 
 
 def _precision(config: RunConfig) -> Precision:
-    return "fp32" if config.precision == "auto" else config.precision  # auto: no launcher has resolved it
+    return "fp32" if config.precision == "auto" else config.precision  # auto: no launcher has chosen one
 
 
 def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
@@ -99,7 +99,7 @@ def build_objective(config: RunConfig, manifest: Manifest) -> Objective:
 
 
 def build_corruption(config: RunConfig, objective: Objective, sizes: StaticSizes | None = None) -> Corruption:
-    """Return how a run noises its micro-batches; with `sizes` they are filled up to them."""
-    batch_at = partial(config.train.batch_at, world_size=1)  # no size that counts here depends on the ranks
+    """Return the object that noises the micro-batches of a run and, with `sizes`, fills them up."""
+    batch_at = partial(config.train.batch_at, world_size=1)  # the ranks change neither size that is used
     mode, schedule = config.mode, config.mode_schedule
     return Corruption(objective, config.run.seed, mode, schedule, config.text.sampler, batch_at, sizes)

@@ -1,4 +1,4 @@
-"""Experiment trackers of a run (`log.trackers`), by the classes that Accelerate has for them."""
+"""Experiment trackers of a run (`log.trackers`), such as W&B or MLflow, through Accelerate's classes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mmldlm.utils.files import write_atomically
 from mmldlm.utils.nested import flatten
 from mmldlm.utils.printable import hide_passwords, printable
 
-# The variable with which a tracker's own client is told the project, for those whose class in Accelerate ignores it.
+# Environment variables that name the project, for trackers whose class in Accelerate ignores the project.
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "trackio": "TRACKIO_PROJECT", "comet_ml": "COMET_PROJECT_NAME"}
-START_TIMEOUT_S = 60.0  # for which the training waits for a tracker
+START_TIMEOUT_S = 60.0  # training waits this long for a tracker to start
 CLOSE_TIMEOUT_S = 60.0
-MAX_WAITING_ROWS = 10_000  # for a tracker that does not answer; later ones are lost
+MAX_WAITING_ROWS = 10_000  # kept for a tracker that does not answer, and later rows are lost
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise `ConfigError` if Accelerate knows no such tracker, or its package is not installed."""
+    """Raise `ConfigError` if Accelerate does not know a tracker or its package is not installed."""
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -40,10 +40,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class ExperimentTracker:
-    """Sends the scalars of a run to one tracker, from a thread of its own, as it may wait for a network.
+    """Sends the scalars of a run to one tracker. It uses a thread, because the tracker may wait for a network.
 
-    A tracker that fails gets nothing more until the next start; `notify` prints one line, and `trackers/NAME/error.txt`
-    in the run folder has the details.
+    A tracker that fails gets nothing more until the next start. Then `notify` prints one line, and the details are in
+    `trackers/NAME/error.txt` in the run folder.
     """
 
     def __init__(self, name: str, run_dir: Path, resumed: bool, notify: Callable[[str], None]):
@@ -54,9 +54,10 @@ class ExperimentTracker:
         self._thread: Thread | None = None
 
     def start(self, config: Mapping[str, Any]) -> None:
-        """Open the tracker's run, in up to a minute: loader workers are not to be forked while its package is imported.
+        """Open the tracker's run, and wait up to a minute for it.
 
-        Values of the config that trackers do not accept are passed as text.
+        We wait because loader workers must not be forked while the tracker's package is being imported. Config values
+        that trackers do not accept are passed as text.
         """
         flat = {key: v if isinstance(v, str | int | float) else str(v) for key, v in flatten(config).items()}
         self._thread = Thread(target=self._follow, args=(flat,), name=f"tracker {self.name}", daemon=True)
@@ -64,20 +65,22 @@ class ExperimentTracker:
         self._started.wait(START_TIMEOUT_S)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send scalars by tag; returns at once."""
-        row = {re.sub(r"[^\w. :/-]", "_", tag): value for tag, value in values.items()}  # MLflow refuses others
+        """Queue scalars by tag for sending and return at once."""
+        row = {
+            re.sub(r"[^\w. :/-]", "_", tag): value for tag, value in values.items()
+        }  # MLflow refuses other characters
         with suppress(Full):
             self._rows.put_nowait((step, row))
 
     def close(self) -> None:
-        """Tell the tracker that this was all, and wait a minute at most until it has everything."""
+        """Send the remaining rows and end the tracker's run. Wait at most a minute for it."""
         if self._thread is not None and self._thread.is_alive():
             with suppress(Full):
                 self._rows.put(None, timeout=CLOSE_TIMEOUT_S)
             self._thread.join(CLOSE_TIMEOUT_S)
 
     def _follow(self, config: dict[str, Any]) -> None:
-        """Open the tracker, send rows until there are no more, and close it; the thread's function."""
+        """Open the tracker, send rows until there are no more, and close it. The thread runs this function."""
         error_file = self._folder / "error.txt"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -88,7 +91,7 @@ class ExperimentTracker:
             while (row := self._rows.get()) is not None:
                 tracker.log(row[1], step=row[0])
             tracker.finish()
-        except Exception as error:  # of the tracker's package: any type
+        except Exception as error:  # the tracker's package may raise any type
             line = printable(f"tracker {self.name}: {type(error).__name__}: {error}".splitlines()[0])
             with suppress(OSError):
                 error_file.write_text(f"{line}\n\n{hide_passwords(traceback.format_exc())}", encoding="utf-8")
@@ -97,7 +100,7 @@ class ExperimentTracker:
             self._started.set()
 
     def _open(self) -> Any:
-        """Return Accelerate's tracker, started: with the run of an earlier start if the tracker can continue one."""
+        """Start Accelerate's tracker and return it. It continues the run of an earlier start if it can."""
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
         run_name, id_file = self._run_dir.resolve().name, self._folder / "id"
@@ -114,7 +117,7 @@ class ExperimentTracker:
             "dvclive": {"dir": str(self._folder), "resume": self._resumed},
         }
         tracker_class = LOGGER_TYPE_TO_CLASS[self.name]
-        if tracker_class.requires_logging_directory:  # its files are in the run folder
+        if tracker_class.requires_logging_directory:  # keep its files in the run folder
             place = [run_name, str(self._folder)]
         else:
             place = [os.environ.get(PROJECT_VARIABLES.get(self.name, ""), "mmldlm")]

@@ -1,4 +1,4 @@
-"""Figures of held-out samples for TensorBoard's page "Images", drawn with matplotlib if it is installed.
+"""Figures of held-out samples for TensorBoard's page "Images". They need matplotlib.
 
 Shape letters: n samples, D numbers of a flat latent.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The message if figures cannot be drawn.
+# The message to print if matplotlib is missing, else None.
 MISSING = (
     None
     if find_spec("matplotlib")
@@ -26,15 +26,15 @@ MISSING = (
 )
 
 COLORS = {"true": "0.45", "t2l": "tab:blue", "joint": "tab:orange", "l2t": "tab:green"}
-MAX_BARS = 64  # of the accuracy by position
-MIN_TOKENS = 0.05  # fraction of the tokens at the first position; positions with fewer have no bar
+MAX_BARS = 64  # in the figure of accuracy by position
+MIN_TOKENS = 0.05  # relative to the first position: a position with fewer tokens gets no bar
 
 
 @dataclass(frozen=True)
 class FigureData:
-    """n held-out samples, and generations for them in the modes that the run trains; None for other modes.
+    """n held-out samples and generations for them. Fields of modes that the run does not train are None.
 
-    Latents are standardized and flat, D = M x C numbers each.
+    Latents are standardized and flat: D = M x C numbers each.
     """
 
     tokens: list[np.ndarray]  # n arrays int64 [length]
@@ -48,15 +48,15 @@ class FigureData:
 
 
 def _latents_by_kind(data: FigureData) -> dict[str, np.ndarray]:
-    """Return the true and the generated latents, [n, D] each."""
+    """Return the true and the generated latents by kind, [n, D] each."""
     latents = {"true": data.true_latents, "t2l": data.t2l_latents, "joint": data.joint_latents}
     return {kind: values for kind, values in latents.items() if values is not None}
 
 
 def histograms(data: FigureData) -> dict[str, tuple[np.ndarray, tuple[float, float]]]:
-    """Return the values of histograms by tag, with their range; histograms of one quantity share the range."""
+    """Return (values, range) of each histogram by tag. Histograms of the same quantity share a range."""
     norms = {kind: np.linalg.norm(values, axis=1) for kind, values in _latents_by_kind(data).items()}
-    # Ranges follow from the true values alone, so the axes of all steps are equal.
+    # The ranges depend only on the true values, so the axes are the same at every step.
     true_lengths = np.array([len(tokens) for tokens in data.tokens])
     lengths = {"true": true_lengths, "likeliest": data.likeliest_lengths}
     mean_norm, max_length = float(norms["true"].mean()), 1.25 * float(true_lengths.max())
@@ -67,7 +67,7 @@ def histograms(data: FigureData) -> dict[str, tuple[np.ndarray, tuple[float, flo
 
 
 def draw(data: FigureData, bin_losses: Mapping[str, Sequence[float]]) -> dict[str, np.ndarray]:
-    """Draw all figures that `data` has the arrays for: images by tag, uint8 [height, width, 3].
+    """Draw all figures for which `data` has the arrays. Return images by tag, uint8 [height, width, 3].
 
     `bin_losses` are losses in equal noise bins, by modality and mode.
     """
@@ -93,7 +93,7 @@ def _loss_over_noise_time(bin_losses: Mapping[str, Sequence[float]]) -> np.ndarr
             axes.stairs(finite, np.linspace(0, 1, len(heights) + 1), label=mode, color=COLORS[mode], baseline=None)
         axes.set(title=f"{modality} loss, held out", xlabel="noise time t (0: data, 1: noise)", xlim=(0, 1))
         axes.set_ylabel("nats per token" if modality == "text" else "loss per latent")
-        # Near t = 0 a few masked tokens have a weight of 1 / t: they must not set the scale for the rest.
+        # Near t = 0 a few masked tokens weigh 1 / t. They must not set the scale for all other bins.
         values = np.concatenate([np.asarray(heights, np.float64) for heights in modes.values()])
         upper = np.percentile(values[np.isfinite(values)], 95) if np.isfinite(values).any() else 0
         axes.set_ylim(0, 1.3 * upper or 1)
@@ -114,11 +114,11 @@ def _retrieval(similarity: np.ndarray) -> np.ndarray:
 def principal_axes(truth: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the mean [D] of `truth` [n, D], its first two principal axes [2, D] and their fractions of the variance.
 
-    They depend on these data alone, including the signs, so the figures of all steps have the same basis.
+    All of this, also the signs, depends only on `truth`, so the figures of all steps have the same basis.
     """
     mean = truth.mean(0)
     _, scales, axes = np.linalg.svd(truth - mean, full_matrices=False)
-    # The SVD leaves the signs open: the largest component of each axis becomes positive.
+    # The SVD leaves the signs open, so we make the largest component of each axis positive.
     axes = axes[:2] * np.sign(axes[np.arange(2), np.abs(axes[:2]).argmax(1)])[:, None]
     return mean, axes, scales[:2] ** 2 / max(float((scales**2).sum()), 1e-12)
 
@@ -127,12 +127,12 @@ def _latent_projection(data: FigureData) -> np.ndarray:
     mean, basis, variance = principal_axes(data.true_latents)
     projected = {kind: (values - mean) @ basis.T for kind, values in _latents_by_kind(data).items()}
     figure, (axes,) = _new_figure(5.6, 4.8)
-    if "t2l" in projected:  # a line from each true latent to the generated one
+    if "t2l" in projected:  # draw a line from each true latent to the generated one
         ends = np.stack([projected["true"], projected["t2l"]])
         axes.plot(ends[..., 0], ends[..., 1], color=COLORS["t2l"], linewidth=0.5, alpha=0.4)
     for (kind, points), marker in zip(projected.items(), "o^D", strict=False):
         axes.scatter(points[:, 0], points[:, 1], s=14, marker=marker, color=COLORS[kind], label=kind, alpha=0.8)
-    # The limits follow from the true latents: generated ones outside of them are far off.
+    # The true latents set the limits. Generated latents outside of the figure are far off.
     limit = 1.5 * float(np.abs(projected["true"]).max())
     axes.set(title="latents, principal components of the true ones", xlim=(-limit, limit), ylim=(-limit, limit))
     axes.set_xlabel(f"first ({variance[0]:.0%} of the variance)")
@@ -144,7 +144,7 @@ def _latent_projection(data: FigureData) -> np.ndarray:
 def _token_accuracy(hits: np.ndarray, totals: np.ndarray) -> np.ndarray:
     width = -(-len(totals) // MAX_BARS)  # positions per bar
     edges = np.arange(0, len(totals) + width, width)
-    # Sums over the positions of each bar, the last of which may have fewer.
+    # Sum over the positions of each bar. The last bar may have fewer positions.
     hits, totals = (np.add.reduceat(counts, edges[:-1]) for counts in (hits, totals))
     enough = totals >= max(1, MIN_TOKENS * totals.max())
     accuracy = np.divide(hits, totals, out=np.full(len(totals), np.nan), where=enough)
@@ -159,14 +159,14 @@ def _token_accuracy(hits: np.ndarray, totals: np.ndarray) -> np.ndarray:
 
 
 def _new_figure(width: float, height: float, panels: int = 1) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure of `width` x `height` inches at 100 dpi and its axes, without pyplot and its global state."""
+    """Return a figure of `width` x `height` inches at 100 dpi, and its axes. This avoids pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), dpi=100)
     FigureCanvasAgg(figure)
     axes: Any = figure.subplots(1, panels, squeeze=False)[0]
-    # Margins in inches: an automatic layout would draw everything twice.
+    # Set margins in inches, because an automatic layout would draw everything twice.
     figure.subplots_adjust(
         left=0.7 / width, right=1 - 0.7 / width, bottom=0.55 / height, top=1 - 0.4 / height, wspace=0.25
     )

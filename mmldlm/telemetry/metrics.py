@@ -1,7 +1,7 @@
 """`metrics.jsonl`: the machine-readable history of a run, one JSON object per line.
 
-A record is `{"kind", "step", "time", ...values}`; `time` is in unix seconds. JSON has no NaN, so a value that is not
-finite becomes null and its key is listed under `nonfinite`.
+A record is `{"kind", "step", "time", ...values}`, with `time` in unix seconds. JSON has no NaN, so a value that is not
+finite becomes null, and `nonfinite` lists its key.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ log = logging.getLogger(__name__)
 
 
 class MetricsFile:
-    """Appends records to `path`, each one flushed before `write` returns.
+    """Appends records to `path` and flushes each one before `write` returns.
 
-    What else a run writes follows a record, so that this is where a folder that is gone is noticed.
+    A run writes a record before it writes anything else, so a deleted run folder is noticed here.
 
-    With `resume_step` the records of later steps are dropped first, since training will write them
-    again; without it a new file is started and an existing one is kept as `<name>.old`.
+    With `resume_step`, records of later steps are dropped first, because training will write them again. Without it, a
+    new file is started, and an existing one is kept as `<name>.old`.
     """
 
     def __init__(self, path: Path | str, resume_step: int | None):
@@ -57,12 +57,12 @@ class MetricsFile:
         self._file = self.path.open("ab")
 
     def write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
-        """Append a record, or raise `StorageError` if `path` is no longer this file."""
+        """Append a record. Raise `StorageError` if another file, or none, is at `path` by now."""
         assert values.keys().isdisjoint({"kind", "step", "time", "nonfinite"}), f"reserved keys in {[*values]}"
         if not self.is_in_place:
             raise StorageError(
-                f"{self.path} is not the file that this run writes to any more: its folder was moved or deleted; what "
-                "was written is where it is now, and nothing else is"
+                f"{self.path}: this run's file is no longer there, because its folder was moved or deleted; everything "
+                "written so far moved with it"
             )
         nonfinite: list[str] = []
         record: dict[str, Any] = {"kind": kind, "step": step, "time": round(time.time(), 3)}
@@ -75,11 +75,11 @@ class MetricsFile:
 
     @property
     def is_in_place(self) -> bool:
-        """Return whether `path` is still this file."""
+        """Return whether `path` still leads to the open file."""
         return is_at(self._file.fileno(), self.path)
 
     def sync(self) -> None:
-        """Make the records survive a power failure; a flushed line only survives the process."""
+        """Make the records survive a power failure. Flushing alone only lets them survive the process."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -88,28 +88,28 @@ class MetricsFile:
 
 
 def recorded_run_id(path: Path) -> str | None:
-    """Return the identity of the run by the latest start in a metrics file; None without one, as in 0.1.0."""
+    """Return the run id in the latest start record of a metrics file, or None. Version 0.1.0 wrote none."""
     lines = path.read_bytes().splitlines() if path.is_file() else []
     ids = (re.search(rb'^{"kind": "(?:start|resume)".*?"run_id": "(\w+)"', line) for line in reversed(lines))
     return next((found[1].decode() for found in ids if found), None)
 
 
 def _drop_after(path: Path, step: int) -> None:
-    """Rewrite `path` with the records up to `step`; damaged lines are dropped with a warning."""
+    """Rewrite `path` with the records up to `step`. Damaged lines are dropped with a warning."""
     lines, kept, damaged = path.read_bytes().splitlines(), [], 0
     for number, line in enumerate(lines, 1):
         try:
-            # A complete last line without its newline gets one: the next record would be appended to that line.
+            # Complete a last line that lacks its newline, or the next record would be appended to it.
             kept += [line + b"\n"] if json.loads(line)["step"] <= step else []
         except (ValueError, KeyError, TypeError):
-            damaged += number < len(lines)  # a torn last line is what a kill leaves
+            damaged += number < len(lines)  # a kill leaves a torn last line, which needs no warning
     if damaged:
         log.warning("%s: %d damaged lines dropped", path, damaged)
     write_atomically(path, b"".join(kept))
 
 
 def _plain(value: Any, key: str, nonfinite: list[str]) -> Any:
-    """Return `value` as JSON types; dotted keys of non-finite numbers are added to `nonfinite`."""
+    """Convert `value` to JSON types. Dotted keys of non-finite numbers are added to `nonfinite`."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # torch or numpy scalar
         value = value.item()
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Warnings of Python and libraries: each once, on a line of its own, from one rank of each node."""
+"""Prints each warning of Python and of libraries once, on its own line, and from one rank of each node."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from mmldlm.utils.progress import print_status
 from mmldlm.utils.short_repr import truncate
 
 _MAX_CHARACTERS = 400
-_EXPECTED = "Gradient accumulation steps mismatch"  # Accelerate's plugin; the engine counts micro-batches itself
+_EXPECTED = (
+    "Gradient accumulation steps mismatch"  # Accelerate warns of this, but our engine counts micro-batches itself
+)
 
 
 class Notices(logging.Handler):
     """Context manager that sends warnings and log records to `write`, each once.
 
-    PyTorch and DeepSpeed reset Python's own registry of past warnings in each step. Warnings of other packages are the
-    same on all ranks of a node, so only one of them sets `log_library_warnings`.
+    Python's own registry of past warnings does not help: PyTorch and DeepSpeed reset it in each step. All ranks of a
+    node get the same warnings from other packages, so only one rank of a node sets `log_library_warnings`.
     """
 
     def __init__(self, log_library_warnings: bool):
@@ -40,10 +42,10 @@ class Notices(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """Write a log record, as `logging.Handler` requires."""
         text = record.getMessage()
-        if record.name == "py.warnings":  # which has the line of the source below the message
+        if record.name == "py.warnings":  # drop the source line below the message
             text = text.partition("\n  ")[0]
         text = truncate(" ".join(text.split()), _MAX_CHARACTERS)
-        # Only records of libraries are the same on all ranks of a node.
+        # Our own records may differ between the ranks of a node.
         is_wanted = record.name.startswith("mmldlm") or (self.log_library_warnings and _EXPECTED not in text)
         if is_wanted and (record.name, text) not in self._seen:
             self._seen.add((record.name, text))
@@ -51,10 +53,10 @@ class Notices(logging.Handler):
 
 
 def overfitting_notice(found: Mapping[str, Any], run_dir: Path) -> str:
-    """Return what `TrainState.overfitting` has found as a line for the user."""
+    """Return a line for the user about the result of `TrainState.overfitting`."""
     best = run_dir / "checkpoints" / checkpoint_name(found["lowest_step"])
     return (
         f"overfitting: {found['metric']} is {found['loss']:.4g} and was {found['lowest']:.4g} at step "
-        f"{found['lowest_step']:,}: take --checkpoint {best}, which checkpoint.keep_best keeps, or more data; "
+        f"{found['lowest_step']:,}: use --checkpoint {best}, which checkpoint.keep_best keeps, or train on more data; "
         "train.stop_after_worse ends such a run early"
     )

@@ -1,4 +1,4 @@
-"""A trace of a few steps: host and GPU timelines, and a table of the most expensive operators; what fills a GPU."""
+"""Traces of a few steps, with a table of the most expensive operators, and snapshots of GPU memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmldlm.utils.callback import Callback
 from mmldlm.utils.files import naming
 
 FOLDER = "profile"
-_WARMUP_STEPS = 1  # traced and thrown away: the first ones have the overhead of the tracing itself
+_WARMUP_STEPS = 1  # traced and thrown away, because the first traced step includes the overhead of tracing
 
 
 @dataclass(frozen=True)
@@ -25,16 +25,16 @@ class ProfileConfig:
 
     steps: list[int] = setting(
         factory=list,
-        doc="[first, last] optimizer step to trace into run.dir/profile, counted from 1; empty: none. Traced steps are "
-        "slower; two or three are enough",
+        doc="first and last optimizer step to trace, as [first, last], counted from 1; empty: none. Traces go to "
+        "run.dir/profile. Traced steps are slower, so trace only two or three",
     )
     ranks: list[int] = setting(factory=lambda: [0], doc="ranks that write a trace")
     memory_history: int = setting(
         0,
-        "allocations on a GPU to remember, with the lines that made them; if memory runs out they are written to "
-        "run.dir/profile, for https://pytorch.org/memory_viz; 0: none",
+        "number of GPU allocations to remember, with the lines of code that made them; 0: none. If memory runs out, "
+        "they are written to run.dir/profile, for https://pytorch.org/memory_viz",
         at_least=0,
-        advice="100000, a few steps of a large network, to see what fills a GPU",
+        advice="Try 100000, a few steps of a large network, to see what fills a GPU",
     )
 
     def __post_init__(self) -> None:
@@ -43,11 +43,11 @@ class ProfileConfig:
 
 
 class StepProfiler(Callback):
-    """Profiler of the steps and ranks of `config`; it does nothing on other ranks and at other steps."""
+    """Traces the steps and ranks in `config`. On other ranks and at other steps it does nothing."""
 
     def __init__(self, config: ProfileConfig, run_dir: Path, rank: int, device_type: str):
         self.folder, self.rank, self.device_type = run_dir / FOLDER, rank, device_type
-        # Without a trace, a range that contains no step.
+        # If this rank writes no trace, use a range that contains no step.
         self.first, self.last = config.steps if config.steps and rank in config.ranks else (0, -_WARMUP_STEPS - 1)
         self._profile: profile | None = None
         self._remembers = bool(config.memory_history) and device_type == "cuda"
@@ -55,7 +55,7 @@ class StepProfiler(Callback):
             torch.cuda.memory._record_memory_history(max_entries=config.memory_history, stacks="python")
 
     def before_step(self, step: int) -> None:
-        """Start a trace if it is due; a run that resumes within the steps traces the rest of them."""
+        """Start a trace if it is due. A run that resumes within the traced steps traces the rest of them."""
         if self._profile is not None or not self.first - _WARMUP_STEPS <= step <= self.last:
             return
         with warnings.catch_warnings():
@@ -72,14 +72,14 @@ class StepProfiler(Callback):
         self._profile.start()
 
     def after_step(self, step: int) -> None:
-        """End the step in the trace, and the trace after its last step."""
+        """Mark the end of the step in the trace, and end the trace after its last step."""
         if self._profile is not None:
             self._profile.step()
             if step == self.last:
                 self.close()
 
     def close(self) -> None:
-        """Stop a running trace and write it; forget the allocations."""
+        """Stop and write a running trace, and stop recording allocations."""
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
@@ -91,7 +91,7 @@ class StepProfiler(Callback):
         with naming(self.folder):
             self.folder.mkdir(exist_ok=True)
             trace = self.folder / f"trace.rank{self.rank}.json"
-            profiler.export_chrome_trace(str(trace))  # under the name of a .gz it would compress line by line
+            profiler.export_chrome_trace(str(trace))  # with a name in .gz it would compress line by line
             with trace.open("rb") as plain, gzip.open(f"{trace}.gz", "wb", compresslevel=6) as compressed:
                 shutil.copyfileobj(plain, compressed)
             trace.unlink()
@@ -99,7 +99,7 @@ class StepProfiler(Callback):
 
 
 def write_memory_history(run_dir: Path, rank: int) -> Path:
-    """Write what is in the memory of a GPU, and the allocations remembered; return the file."""
+    """Write a snapshot of GPU memory with the remembered allocations, and return its path."""
     path = run_dir / FOLDER / f"memory.rank{rank}.pickle"
     path.parent.mkdir(exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))
@@ -107,5 +107,5 @@ def write_memory_history(run_dir: Path, rank: int) -> Path:
 
 
 def phase(name: str) -> torch.profiler.record_function:
-    """Return a named range of a trace, a context manager or decorator; it costs a microsecond without a trace."""
+    """Return a context manager or decorator that names a range of a trace. Without a trace it costs a microsecond."""
     return torch.profiler.record_function(f"mmldlm: {name}")

@@ -1,4 +1,4 @@
-"""Memory of this process, the host and the CUDA device in MiB."""
+"""Memory of this process, the host and the CUDA device, in MiB."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ MIB = 2**20
 
 
 def host_memory_mib() -> tuple[float, float]:
-    """Return (limit, free) of the host: the memory for all processes here, and how much of it is still available.
+    """Return (limit, free): the memory that all processes of this host may use, and how much of it is available.
 
-    The limit is that of the control groups, if they have one. File caches count as free.
+    Limits of control groups count as well. File caches count as free.
     """
     memory = psutil.virtual_memory()
     limit, free = memory.total / MIB, memory.available / MIB
@@ -24,7 +24,7 @@ def host_memory_mib() -> tuple[float, float]:
 
 
 def _cgroups() -> Iterator[tuple[float, float]]:
-    """Yield (limit, free) of this process's control group (version 2) and of its parents, whose limits hold as well."""
+    """Yield (limit, free) of this process's control group (version 2) and of its parents: all limits hold."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -36,23 +36,23 @@ def _cgroups() -> Iterator[tuple[float, float]]:
 
 
 def _cgroup_memory(group: Path) -> Iterator[tuple[float, float]]:
-    """Yield (limit, free) of one control group; nothing if it is unlimited."""
+    """Yield (limit, free) of one control group, or nothing if it is unlimited."""
     try:
         limit = int((group / "memory.max").read_text()) / MIB
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         used = (int((group / "memory.current").read_text()) - int(stat["inactive_file"])) / MIB
-    except (OSError, ValueError):  # "max", or a group that is not visible here
+    except (OSError, ValueError):  # the limit is "max", or the group is not visible here
         return
     yield limit, max(0.0, limit - used)
 
 
 def cuda_in_use() -> bool:
-    """Return whether this process uses CUDA; it is not initialized for this, since that would create a context."""
+    """Return whether this process uses CUDA. Asking does not initialize it, since that would create a context."""
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def memory_limits() -> dict[str, float]:
-    """Return the total memory of the host, and of the CUDA device if one is in use, for the start-up report."""
+    """Return the total memory of the host and of a CUDA device in use, for the start-up report."""
     limits = {"host_memory_mib": host_memory_mib()[0]}
     if cuda_in_use():
         limits["device_memory_mib"] = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / MIB
@@ -60,10 +60,11 @@ def memory_limits() -> dict[str, float]:
 
 
 def memory_metrics() -> dict[str, float]:
-    """Return the memory of a training record; on CUDA also what PyTorch's allocator has done, and start new peaks.
+    """Return the memory values of a training record. On CUDA, add counters of PyTorch's allocator and reset its peaks.
 
-    Peaks are those since the last call: between two steps activations are freed, so the current numbers do not show how
-    near the limit a run is. Retries (of allocations, after freeing cached memory) and failures count from the start.
+    A peak is the maximum since the last call. We need peaks because activations are freed between steps, so current
+    numbers do not show how near its limit a run is. Retries (allocations that succeeded only after cached memory was
+    freed) and failures count from the start.
     """
     resident = psutil.Process().memory_info().rss / MIB
     values = {"memory/resident_mib": resident, "memory/host_free_mib": host_memory_mib()[1]}

@@ -1,9 +1,8 @@
 """Event files for TensorBoard, a thin layer over PyTorch's `SummaryWriter`.
 
-Two properties of TensorBoard's readers matter for a resume. They drop the events of a run with
-step >= S when they meet a session start at S, **except** at the first session start of a run; so a
-fresh run writes one too, at step 0. They read the event files in the order of their names, which
-begin with the second of creation.
+Two properties of TensorBoard's readers matter when a run resumes. First, a session start at step S makes them drop the
+events of the run with step >= S. The run's first session start does not, so a fresh run also writes one, at step 0.
+Second, they read event files in the order of their names, which begin with the second of creation.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import numpy as np
 
 from mmldlm.utils.nested import flatten
 
-# Category -> chart -> tags, which are regular expressions. The first category is open on arrival.
+# Category -> chart -> regular expressions of tags. TensorBoard opens the first category.
 LAYOUT: dict[str, dict[str, list[str]]] = {
     "Overview": {
         "loss: training and validation": [r"^loss/total$", r"^validation/total$"],
@@ -61,29 +60,29 @@ LAYOUT: dict[str, dict[str, list[str]]] = {
     },
 }
 
-FLUSH_INTERVAL_S = 20  # what a kill may lose of the curves; a checkpoint flushes them
+FLUSH_INTERVAL_S = 20  # a kill may lose this much of the curves, but checkpoints flush them
 MAX_CLOCK_SKEW_S = 2.0
-_HISTOGRAM_BINS = 30  # as many as TensorBoard draws
+_HISTOGRAM_BINS = 30  # TensorBoard draws 30
 log = logging.getLogger(__name__)
 _excepthook = threading.excepthook
 
 
 def _leave_to_next_write(failed: threading.ExceptHookArgs) -> None:
-    """Report an exception that ended a thread, unless it is the writer's, which the next write raises again."""
+    """Report an exception that ended a thread, except in the writer's thread: the next write raises that one."""
     if type(failed.thread).__name__ != "_AsyncWriterThread":
         _excepthook(failed)
 
 
 class TensorBoard:
-    """Writer of event files in `folder`.
+    """Writes event files to `folder`.
 
-    Events already there with step >= `purge_step` are hidden: 0 for a new run, S + 1 for one resumed after step S.
+    Existing events with step >= `purge_step` are hidden. Pass 0 for a new run, or S + 1 to resume after step S.
     """
 
     def __init__(self, folder: Path, purge_step: int):
         self._first_step = purge_step
         self._end: Any = None
-        # Imported here: it takes seconds, and only one rank of a run writes.
+        # Import here, because it takes seconds and only one rank of a run writes.
         from torch.utils.tensorboard import SummaryWriter
 
         folder.mkdir(parents=True, exist_ok=True)
@@ -92,31 +91,31 @@ class TensorBoard:
         threading.excepthook = _leave_to_next_write
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write one scalar per tag; tags are `group/name`."""
+        """Write one scalar per tag, for example `loss/total`."""
         for tag, value in values.items():
             self._writer.add_scalar(tag, value, step)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]], tag: str) -> None:
-        """Write texts as a table: one row per sample, one column per key of the first row."""
+        """Write texts as a table with a row per sample and a column per key of the first row."""
         if rows:
             self._writer.add_text(tag, markdown_table(rows), step)
 
     def session_text(self, tag: str, content: str) -> None:
-        """Write text that holds from this session's first step on, verbatim, as a code block.
+        """Write text, verbatim, as a code block at this session's first step.
 
-        A session that hides the events of this one hides it, too.
+        A later session that hides this session's events hides the text as well.
         """
-        # An indented block has no end marker that the content could contain.
+        # Unlike a fence, an indented block has no end marker that the content could contain.
         block = "\n".join("    " + line for line in _readable(content).splitlines())
         self._writer.add_text(tag, block, self._first_step)
 
     def histogram(self, step: int, tag: str, values: np.ndarray, within: tuple[float, float]) -> None:
-        """Write a histogram of the finite `values`; values outside the range `within` count at its ends."""
+        """Write a histogram of the finite `values`. Values outside the range `within` count at its ends."""
         counts, edges = np.histogram(values[np.isfinite(values)].clip(*within), bins=_HISTOGRAM_BINS, range=within)
         self._write_histogram(step, tag, counts.astype(np.float64), edges)
 
     def bin_histogram(self, step: int, tag: str, heights: Sequence[float]) -> None:
-        """Write `heights` over equal parts of [0, 1] as a histogram, which TensorBoard stacks by step."""
+        """Write `heights` over equal parts of [0, 1] as a histogram. TensorBoard stacks histograms by step."""
         counts = np.nan_to_num(np.asarray(heights, np.float64), nan=0.0, posinf=0.0, neginf=0.0)
         self._write_histogram(step, tag, counts, np.linspace(0, 1, len(counts) + 1))
 
@@ -124,7 +123,7 @@ class TensorBoard:
         filled = np.flatnonzero(counts)
         if not filled.size:
             return
-        # Readers drop empty bins at the ends, and then use minimum and maximum as the ends of the remaining range.
+        # Readers drop empty bins at the ends. They take minimum and maximum as the ends of the rest.
         first, last = filled[0], filled[-1] + 1
         counts, edges = counts[first:last], edges[first : last + 1]
         centers = (edges[1:] + edges[:-1]) / 2
@@ -137,9 +136,9 @@ class TensorBoard:
         self._writer.add_image(tag, pixels, step, dataformats="HWC")
 
     def hparams(self, values: Mapping[str, Any], metrics: Sequence[str]) -> None:
-        """Write the hyperparameters of the run; the page "HParams" compares runs by the last values of `metrics`.
+        """Write the run's hyperparameters. The page "HParams" compares runs by the last values of `metrics`.
 
-        `SummaryWriter.add_hparams` would open a sub-run, and does not accept lists and None, which are written as JSON.
+        We do not use `SummaryWriter.add_hparams`, because it would open a sub-run. Lists and None are written as JSON.
         """
         from torch.utils.tensorboard.summary import hparams
 
@@ -147,7 +146,7 @@ class TensorBoard:
             name: value if type(value) in (str, int, float) else json.dumps(value, default=str)
             for name, value in flatten(values).items()
         }
-        # The last of the three marks the session as complete: `end` writes it.
+        # The third summary marks the session as complete, so `end` writes it.
         experiment, start, self._end = hparams(flat, dict.fromkeys(metrics, 0.0))
         for summary in (experiment, start):
             self._writer._get_file_writer().add_summary(summary, self._first_step)
@@ -177,7 +176,7 @@ class TensorBoard:
 
 
 def _await_later_name(folder: Path) -> None:
-    """Wait until the name of a new event file sorts after the existing ones, usually at most a second."""
+    """Wait until the name of a new event file would sort after all existing ones: usually at most a second."""
     names = [re.match(r"events\.out\.tfevents\.(\d+)\.", path.name) for path in folder.iterdir()]
     delay = max((int(name[1]) for name in names if name), default=0) + 1 - time.time()
     if delay > MAX_CLOCK_SKEW_S:
@@ -187,7 +186,7 @@ def _await_later_name(folder: Path) -> None:
 
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
-    """Return a Markdown table that shows every text verbatim, whatever it contains."""
+    """Return a Markdown table that shows each text verbatim, whatever it contains."""
     columns = list(rows[0])
     lines = [[escape(column) for column in columns], ["---"] * len(columns)]
     lines += [[escape(str(row.get(column, ""))) for column in columns] for row in rows]
@@ -195,11 +194,11 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def escape(text: str) -> str:
-    """Return `text` as entities, so that Markdown and HTML in it have no effect; line ends become <br>."""
+    """Return `text` as entities, so that Markdown and HTML in it have no effect. Line ends become <br>."""
     lines = _readable(text).splitlines()
     return "<br>".join(re.sub(r"[^\w ,;.]|_", lambda match: f"&#{ord(match[0])};", line) for line in lines)
 
 
 def _readable(text: str) -> str:
-    """Return `text` with surrogates and control characters, which break UTF-8 or a page, as U+FFFD."""
+    """Replace surrogates and control characters by U+FFFD, because they break UTF-8 or a page."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", "\ufffd", text.replace("\r\n", "\n"))

@@ -1,7 +1,7 @@
-"""`Tracker`: the logging interface of the training loop, with metrics file, TensorBoard and progress line behind it.
+"""`Tracker`: the training loop logs through this class to the metrics file, TensorBoard and the progress line.
 
-Tags are `group/name`, the groups being loss, validation (the same losses, held out), quality, optim, speed, memory,
-data and health; they are the same in the metrics file and in TensorBoard.
+Tags are `group/name`, the same in the metrics file and in TensorBoard. The groups are loss, validation (the same losses
+on held-out samples), quality, optim, speed, memory, data and health.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ SHOWN_QUALITY_SUFFIXES = ("_token_accuracy", "_bleu", "_cosine", "_recall_at_10"
 
 
 class Tracker:
-    """Logs of one run; a context manager. Its outputs are lists, which are empty on other ranks and if not wanted.
+    """Logs of one run, as a context manager. Each kind of output is a list, empty if the output is off.
 
     Args:
-        start_step: Last step that is already done: 0, or the step of the checkpoint. After a resume, later events are
-            dropped from the metrics file and hidden in TensorBoard.
-        resumed: Whether the run continues from a checkpoint; otherwise an existing metrics file is set aside.
-        enabled: True on the main rank; on the others all methods do nothing.
-        trackers: Names of experiment trackers that get the scalars, too.
+        start_step: Number of steps done: 0, or the step of the checkpoint. After a resume, later events are dropped
+            from the metrics file and hidden in TensorBoard.
+        resumed: Whether the run continues from a checkpoint. If not, an existing metrics file is set aside.
+        enabled: True on the main rank. On all other ranks, every method does nothing.
+        trackers: Names of experiment trackers that also get the scalars.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Tracker:
         self._lines: list[ProgressLine] = []
         self._boards: list[TensorBoard] = []
         self._trackers: list[ExperimentTracker] = []
-        self._missing = figures.MISSING  # reported once
+        self._missing = figures.MISSING  # a message to print once
         if not enabled:
             return
         folder = Path(run_dir)
@@ -72,7 +72,7 @@ class Tracker:
         self._trackers = [ExperimentTracker(name, folder, resumed, self.message) for name in dict.fromkeys(trackers)]
 
     def start(self, info: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Write the first record: `info` (world size, engine, versions ...) and the resolved run config."""
+        """Write the first record, with `info` (world size, engine, versions ...) and the resolved run config."""
         kind: Kind = "resume" if self.resumed else "start"
         self._write(kind, self._start_step, {"total_steps": self._total_steps, **info, "config": config})
         for tracker in self._trackers:
@@ -85,12 +85,12 @@ class Tracker:
             board.flush()
 
     def step_done(self, step: int) -> None:
-        """Count a finished step; the values of logged steps are passed to `train`."""
+        """Count a finished step on the progress line. `train` gets the values of a logged step."""
         for line in self._lines:
             line.set_status(step)
 
     def train(self, step: int, values: Mapping[str, Any]) -> None:
-        """Log the values of a training step, already reduced over ranks."""
+        """Log the values of a training record, already reduced over the ranks."""
         self._write_curves("train", step, values)
         for line in self._lines:
             line.update(step, values)
@@ -101,37 +101,37 @@ class Tracker:
         """Log a validation after `step` finished steps.
 
         Args:
-            values: Losses by tag, and under "weights" which weights were measured, see `mmldlm.optim.ema`.
-            bin_losses: Losses in equal noise bins, by modality and mode; to TensorBoard only.
+            values: Losses by tag. The key "weights" says whether EMA or trained weights were measured.
+            bin_losses: Losses in equal noise bins, by modality and mode, for TensorBoard only.
         """
         self._write_curves("validation", step, values)
         for board in self._boards:
             for name, heights in (bin_losses or {}).items():
                 board.bin_histogram(step, f"loss_over_noise_time/{name}", heights)
-        # Without single noise bins, for which a line has no room.
+        # Leave out single noise bins: a line has no room for them.
         numbers = {key: value for key, value in _numbers(values).items() if "_noise_" not in key}
         shown = "  ".join(f"{key.removeprefix('validation/')} {value:.4f}" for key, value in numbers.items())
         weights = " of the EMA weights" if values.get("weights") == "ema" else ""
         self.message(f"validation{weights} at step {step:,}: {shown}")
 
     def quality(self, step: int, values: Mapping[str, float]) -> None:
-        """Log metrics of generations for held-out samples, see `mmldlm.evaluation.quality`."""
+        """Log quality metrics of generations for held-out samples, see `mmldlm.evaluation.quality`."""
         self._write_curves("quality", step, values)
         chosen = {key: value for key, value in values.items() if key.endswith(SHOWN_QUALITY_SUFFIXES)}
         shown = "  ".join(f"{key.removeprefix('quality/')} {value:.3f}" for key, value in chosen.items())
         self.message(f"quality at step {step:,}: {shown}")
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log what a callback has measured, by tag."""
+        """Log numbers that a callback has measured, by tag."""
         self._write_curves("scalars", step, values)
 
     def samples(self, step: int, rows: Sequence[Mapping[str, str]], tag: str) -> None:
-        """Log texts side by side, rows like `{"reference": ..., "generation": ...}`; to TensorBoard only."""
+        """Log texts side by side, for TensorBoard only. A row is like `{"reference": ..., "generation": ...}`."""
         for board in self._boards:
             board.samples(step, rows, tag)
 
     def log_figures(self, step: int, data: FigureData, bin_losses: Mapping[str, Sequence[float]]) -> None:
-        """Log figures and histograms of held-out samples; to TensorBoard only.
+        """Log figures and histograms of held-out samples, for TensorBoard only.
 
         `bin_losses` are losses in equal noise bins, by modality and mode.
         """
@@ -147,7 +147,7 @@ class Tracker:
     def event(self, kind: Kind, step: int, values: Mapping[str, Any], text: str = "") -> None:
         """Log a single event, such as a skip or a checkpoint. It is on disk when this returns.
 
-        What is printed is `text`, by default the values.
+        The event is printed as `text`, or as its values if there is no text.
         """
         self._write(kind, step, values)
         shown = "  ".join(
@@ -157,10 +157,10 @@ class Tracker:
         self.flush()
 
     def heartbeat(self, step: int, what: str) -> None:
-        """Tell readers that the run is busy with `what` (saving, evaluating), not hung.
+        """Tell readers that the run is busy with `what` (saving, evaluating) and not hung.
 
-        Called before a save, it also writes the curves up to `step` to disk before the checkpoint: a run resumed from
-        that checkpoint has no gap.
+        Before a save, this also writes the curves up to `step` to disk. So a run that resumes from the checkpoint has
+        no gap in them.
         """
         for line in self._lines:
             line.set_status(step, what)
@@ -168,9 +168,9 @@ class Tracker:
         self.flush()
 
     def end(self, step: int, values: Mapping[str, Any]) -> None:
-        """Write the last record of a run that ended cleanly: finished, or stopped by a signal and saved."""
+        """Write the last record of a run that finished, or that was stopped by a signal and saved."""
         self._write("end", step, values)
-        for board in self._boards if "stopped_by" not in values else ():  # a stopped run can be resumed
+        for board in self._boards if "stopped_by" not in values else ():  # a stopped run may resume
             board.end(step)
         for line in self._lines:
             line.close()
@@ -195,7 +195,7 @@ class Tracker:
         in_place = all(metrics.is_in_place for metrics in self._metrics)
         for metrics in self._metrics:
             metrics.close()
-        for board in self._boards if in_place else ():  # which opens its file by name each time it writes
+        for board in self._boards if in_place else ():  # TensorBoard opens its file by name for each write
             board.close()
         for tracker in self._trackers:
             tracker.close()

@@ -1,4 +1,4 @@
-"""Rewinds of a run: what it leaves out since, and the branch that it has left, which stays in the run folder."""
+"""Rewinds: which samples a run skips since then, and where the run folder keeps its abandoned steps."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from mmldlm.errors import DataError
 from mmldlm.utils.files import write_atomically
 
 REWINDS_FILE = "rewinds.jsonl"
-_BRANCH_FILES = ("metrics.jsonl", CONFIG_NAME, "startup.json")  # a run folder, to those who read curves
+# With these files, tools that read curves take a branch for a run folder.
+_BRANCH_FILES = ("metrics.jsonl", CONFIG_NAME, "startup.json")
 
 
 def read_rewinds(run_dir: Path) -> list[dict[str, Any]]:
     """Return the rewinds of a run, in order: {"before", "step", "samples", "branch"}.
 
-    A last line that is torn is of a rewind that was interrupted and is left out; another is a `DataError`.
+    A torn last line comes from an interrupted rewind and is ignored. Any other damaged line is a `DataError`.
     """
     path, rewinds = run_dir / REWINDS_FILE, list[dict[str, Any]]()
     lines = path.read_bytes().splitlines(keepends=True) if path.is_file() else []
@@ -32,13 +33,13 @@ def read_rewinds(run_dir: Path) -> list[dict[str, Any]]:
         except (ValueError, LookupError, TypeError):
             if number < len(lines) or line.endswith(b"\n"):
                 raise DataError(
-                    f"{path}, line {number}: is no rewind; expected before, step, samples, branch"
+                    f"{path}, line {number}: is no rewind; expected the keys before, step, samples and branch"
                 ) from None
     return rewinds
 
 
 def with_rewinds(config: RunConfig) -> RunConfig:
-    """Return the config of a run with the samples that its rewinds leave out; `resume: never` begins without."""
+    """Add the samples that a run's rewinds leave out to its config. With `resume: never` there are none."""
     if config.resume == "never" or not config.run.dir:
         return config
     left_out = [*config.data.skip_samples]
@@ -48,9 +49,10 @@ def with_rewinds(config: RunConfig) -> RunConfig:
 
 
 def leave_branch(run_dir: Path, before: int, samples: Sequence[str]) -> dict[str, Any]:
-    """Make a run's next start continue before a step, without some samples, and return the rewind (as `read_rewinds`).
+    """Make the next start of a run continue from before a step and without some samples.
 
-    The caller holds its lock. Curves go to `branches/`, and checkpoints since that step become `superseded-*`.
+    The caller must hold the run's lock. Curves are copied to `branches/`, and checkpoints since that step become
+    `superseded-*`. Return the rewind, in the form of `read_rewinds`.
     """
     rewinds = read_rewinds(run_dir)
     branch = run_dir / "branches" / f"{len(rewinds) + 1:02}-before-{before}"
@@ -63,6 +65,6 @@ def leave_branch(run_dir: Path, before: int, samples: Sequence[str]) -> dict[str
     newest = store.newest()
     step = 0 if newest is None else newest.step
     rewind = {"before": before, "step": step, "samples": [*samples], "branch": str(branch.relative_to(run_dir))}
-    # Last: a kill before this line leaves a run that comes to the step again.
+    # Write this last. If a kill comes before this line, the run simply reaches the step again.
     write_atomically(run_dir / REWINDS_FILE, "".join(f"{json.dumps(line)}\n" for line in [*rewinds, rewind]))
     return rewind

@@ -1,4 +1,4 @@
-"""The callbacks of a run, in their order. To add one, write a subclass of `Callback` and list it here."""
+"""The callbacks of a run, in the order of their calls. To add one, subclass `Callback` and list it here."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from mmldlm.trainer.step_numbers import StepNumbers
 from mmldlm.trainer.validation import Quality, Validation
 from mmldlm.utils.callback import Callback
 
-COLLECT_EVERY = 50  # steps; what a step leaves in reference cycles waits as long
+COLLECT_EVERY = 50  # steps: reference cycles that a step leaves behind stay in memory this long
 
 
 class ScheduledCollection(Callback):
-    """Garbage is collected at the same steps on all ranks and at no other time, until `close`.
+    """Collects garbage at the same steps on all ranks, and at no other time until `close`.
 
-    A collection that Python starts by itself stalls one rank, and all others wait for it. What exists after the first
-    step, among it everything that was imported, is no garbage before the end of the run: later collections leave it out
-    and thus take milliseconds.
+    If Python started a collection by itself, it would stall one rank, and all others would wait. Objects that exist
+    after the first step, imports among them, live until the end of the run. Later collections skip them and so take
+    milliseconds.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class ScheduledCollection(Callback):
         gc.disable()
 
     def after_step(self, step: int) -> None:
-        """Collect garbage if it is due after `step` steps."""
+        """Collect garbage if it is due after this step."""
         if self._is_first_step or step % COLLECT_EVERY == 0:
             gc.collect()
         if self._is_first_step:
@@ -39,7 +39,7 @@ class ScheduledCollection(Callback):
             self._is_first_step = False
 
     def close(self) -> None:
-        """Leave it to Python again."""
+        """Re-enable Python's automatic collection."""
         gc.unfreeze()
         if self._was_enabled:
             gc.enable()
@@ -48,7 +48,7 @@ class ScheduledCollection(Callback):
 def build_callbacks(
     config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers, save: Callable[..., None]
 ) -> list[Callback]:
-    """Return the callbacks of a run; `save` starts a checkpoint, see `Trainer.save`."""
+    """Return the callbacks of a run. `save` starts a checkpoint, see `Trainer.save`."""
     return [
         ReplicaCheck(engine, config.guard.verify_updates_every),
         Validation(config, components, engine, numbers, save),

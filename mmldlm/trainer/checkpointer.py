@@ -1,7 +1,7 @@
-"""`Checkpointer`: when the next checkpoint is due, and asynchronous writing.
+"""`Checkpointer`: decides when a checkpoint is due, and writes checkpoints in the background.
 
-Training stops only while the state is copied to the host. A thread on each rank then writes that rank's files; when all
-ranks have finished, a thread on rank 0 commits them as a checkpoint. The ranks learn of each other's progress from
+Training stops only while the state is copied to the host. Then a thread on each rank writes the rank's files. When all
+ranks have finished, a thread on rank 0 commits the files as a checkpoint. Ranks learn about each other's progress from
 flags in the all-reduce that every step has anyway.
 """
 
@@ -39,10 +39,11 @@ from mmldlm.utils.files import FileInfo, sha256
 
 log = logging.getLogger(__name__)
 
-BLOCK_BYTES = 64 * 2**20  # of page-locked memory
-ALIGNMENT = 64  # bytes, of a buffer
-REQUEST_POLL_INTERVAL_S = 1.0  # since a look-up on a network file system is slow
-PROVENANCE = ("run_id", "engine", "world_size", "versions", "git", "data_manifest", "init")  # of the start-up report
+BLOCK_BYTES = 64 * 2**20  # size of a block of page-locked memory
+ALIGNMENT = 64  # of a buffer in a block, in bytes
+REQUEST_POLL_INTERVAL_S = 1.0  # not more often, because a look-up on a network file system is slow
+# Keys of the start-up report that every checkpoint stores.
+PROVENANCE = ("run_id", "engine", "world_size", "versions", "git", "data_manifest", "init")
 
 
 @dataclass(frozen=True)
@@ -50,14 +51,14 @@ class SavedCheckpoint:
     """A complete checkpoint."""
 
     step: int
-    path: Path  # known on rank 0 alone
-    stall_s: float  # time for which training stopped
+    path: Path  # only rank 0 knows it
+    stall_s: float  # how long training stopped
     seconds: float  # time from start to commit
 
 
 @dataclass
 class _PendingCheckpoint:
-    """A checkpoint in progress: in phase 1 every rank writes its files, in phase 2 rank 0 commits them."""
+    """A checkpoint in progress. In phase 1 every rank writes its files, and in phase 2 rank 0 commits them."""
 
     step: int
     info: Mapping[str, Any]
@@ -70,12 +71,10 @@ class _PendingCheckpoint:
 
 
 class Checkpointer:
-    """The checkpoints of a run, written one at a time; SIGUSR1 asks for one.
+    """Writes the checkpoints of a run, one at a time. A user can ask for one by SIGUSR1.
 
-    Its methods are collective except `due`, `save_requested`, `record`, `close` and the properties, which are local to
-    this rank.
-
-    `report` is the start-up report, some of which every checkpoint has.
+    All methods are collective, except `due`, `save_requested`, `record`, `close` and the properties. Each checkpoint
+    stores some keys of `report`, the start-up report.
     """
 
     def __init__(
@@ -90,16 +89,16 @@ class Checkpointer:
         self.config, self.engine, self.signals, self.mirror = config, engine, signals, restored.mirror
         run_dir = Path(config.run.dir)
         self.store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.retention)
-        # Step of this run's newest checkpoint, complete or in progress: with `resume: auto` it starts from one.
+        # Step of the newest checkpoint, complete or in progress. With `resume: auto` a run may start from one.
         self.saved_at = restored.state.step if config.resume == "auto" and restored.state.step else None
         self._info = {key: report[key] for key in PROVENANCE} | {"identity": identity(config, data)}
         self._files = metadata_files(config, data) if engine.is_main else {}
-        self._request = run_dir / "CHECKPOINT"  # a file that asks for a checkpoint
+        self._request = run_dir / "CHECKPOINT"  # users create this file to ask for a checkpoint
         self._requested = False
         self._save_time = self._poll_time = time.monotonic()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging: dict[str, Tensor] = {}
-        self._block = torch.empty(0, dtype=torch.uint8)  # page-locked, what is left of it for further buffers
+        self._block = torch.empty(0, dtype=torch.uint8)  # the unused rest of a page-locked block
         self._pending: _PendingCheckpoint | None = None
         if self.mirror is not None and self.saved_at is not None:
             self.mirror.request(self.saved_at)
@@ -107,11 +106,11 @@ class Checkpointer:
     # --- when to save --------------------------------------------------------------------------------------
 
     def due(self, step: int) -> bool:
-        """Return whether the settings demand a checkpoint after `step`; the same on every rank."""
+        """Return whether the settings demand a checkpoint after `step`. All ranks get the same answer."""
         return self.config.checkpoint.is_due(step)
 
     def save_requested(self) -> bool:
-        """Return whether this process received SIGUSR1 or, on rank 0, the file `CHECKPOINT` exists or time is up."""
+        """Return whether SIGUSR1 came or, on rank 0, the file `CHECKPOINT` exists or time is up."""
         minutes = self.config.checkpoint.every_minutes
         is_due = minutes is not None and time.monotonic() - self._save_time >= 60 * minutes
         return self.signals.save or (self.engine.is_main and (is_due or self._file_requested()))
@@ -120,7 +119,7 @@ class Checkpointer:
         now = time.monotonic()
         if not self._requested and now - self._poll_time >= REQUEST_POLL_INTERVAL_S:
             self._poll_time = now
-            # The file is deleted at once, so the request is remembered until the next checkpoint.
+            # We delete the file at once, so remember the request until the next checkpoint.
             if self._request.exists():
                 self._request.unlink(missing_ok=True)
                 self._requested = True
@@ -130,7 +129,7 @@ class Checkpointer:
 
     @property
     def ready(self) -> bool:
-        """Return whether this rank has finished its part of the phase."""
+        """Return whether this rank has finished its part of the phase without an error."""
         return self._pending is not None and self._pending.task.done() and not self.failed
 
     @property
@@ -139,17 +138,20 @@ class Checkpointer:
         return self._pending is not None and self._pending.task.done() and self._pending.task.exception() is not None
 
     def save(self, state: TrainState, validation_loss: float | None = None) -> list[SavedCheckpoint]:
-        """Start a checkpoint of the present state, after waiting for the previous one if it is still being written.
+        """Start a checkpoint of the present state. If the previous one is still being written, wait for it first.
 
-        Return the checkpoints that this call completed. By its `validation_loss`, one may be kept as one of the best.
-        It is a `StorageError` if there is not enough space, or the previous checkpoint could not be written, and a
-        `NumericalError` if that has non-finite numbers.
+        Return the checkpoints that this call completed. A checkpoint with a low `validation_loss` may be kept as one of
+        the best.
+
+        Raises:
+            StorageError: There is not enough space, or the previous checkpoint could not be written.
+            NumericalError: The previous checkpoint has non-finite numbers.
         """
         started, engine, step = time.perf_counter(), self.engine, state.step
         asynchronous = self.config.checkpoint.async_
         if self._pending is not None and asynchronous and engine.is_main:
             log.warning("step %d: waiting for the checkpoint of step %d, still being written", step, self._pending.step)
-        # First, since the previous checkpoint's writer reads the buffers that `_stage` overwrites.
+        # Finish the previous checkpoint first, because its writer reads buffers that `_stage` overwrites.
         saved = self.finish()
         tensors, groups = self._stage()
         needed = sum(engine.gather(sum(t.nbytes for group in groups.values() for t in group.values()), "size to save"))
@@ -164,7 +166,7 @@ class Checkpointer:
             if engine.writer is not None
         }
         if engine.is_main:
-            # Serialized now: training continues and changes the state while the thread writes.
+            # Serialize now, because training goes on and changes the state while the thread writes.
             writers |= {**self._files, "state.json": state.to_json().encode()}
         task = self._pool.submit(write_files, temporary, writers)
         info = {**self._info, "validation_loss": validation_loss, "overfitting": state.overfitting()}
@@ -178,13 +180,13 @@ class Checkpointer:
         return saved
 
     def advance(self, ready: int, failed: int) -> list[SavedCheckpoint]:
-        """Start the next phase if all ranks are ready; return the checkpoint if this completed it.
+        """Start the next phase if all ranks are ready. Return the checkpoint if this call completed it.
 
-        `ready` and `failed` are numbers of ranks. The error of a rank that failed is raised.
+        `ready` and `failed` are numbers of ranks. If a rank has failed, its error is raised.
         """
         if not failed and ready < self.engine.world_size:
             return []
-        # Every rank gets the same two sums, so all of them enter this collective in the same step.
+        # All ranks get the same two sums, so they all enter this collective in the same step.
         return self._finish_phase()
 
     def finish(self) -> list[SavedCheckpoint]:
@@ -195,7 +197,7 @@ class Checkpointer:
         return saved
 
     def record(self, saved: Sequence[SavedCheckpoint], tracker: Tracker) -> None:
-        """Log complete checkpoints, have them copied to the mirror, and log what was copied. Not collective."""
+        """Log complete checkpoints, request copies to the mirror, and log finished copies (not collective)."""
         for checkpoint in saved if self.engine.is_main else ():
             seconds = {"stall_s": checkpoint.stall_s, "seconds": checkpoint.seconds}
             tracker.event("checkpoint", checkpoint.step, {**checkpoint_record(checkpoint.path), **seconds})
@@ -205,30 +207,30 @@ class Checkpointer:
             self.mirror.poll(partial(tracker.event, "mirror"))
 
     def finish_mirror(self, tracker: Tracker) -> None:
-        """Wait until the mirror has the last checkpoint, at most for `checkpoint.mirror_wait_s`."""
+        """Wait until the mirror has the last checkpoint, but at most `checkpoint.mirror_wait_s`."""
         if not self.config.checkpoint.mirror:
             return
         tracker.heartbeat(self.saved_at or 0, "copying to the mirror")
         deadline = time.monotonic() + self.config.checkpoint.mirror_wait_s
-        # In short collectives, since a long one counts as a hang.
+        # Wait in short collectives, because a long one would count as a hang.
         while self.engine.gather(self.mirror is not None and self.mirror.busy, "copy to the mirror")[0]:
             if self.mirror is not None:
                 self.mirror.wait(deadline, partial(tracker.event, "mirror"))
 
     def close(self) -> None:
-        """Stop the thread without committing; do not wait for it if a peer is lost. Not collective."""
+        """Stop the thread without a commit, and do not wait for it if a peer is lost (not collective)."""
         self._pool.shutdown(wait=not self.engine.peer_lost, cancel_futures=True)
         if self.mirror is not None:
             self.mirror.close()
 
     def _finish_phase(self) -> list[SavedCheckpoint]:
-        """Wait for all ranks to finish this phase, then start the next one or return the complete checkpoint."""
+        """Wait until all ranks have finished this phase. Then start the next one, or return the complete checkpoint."""
         pending, engine, started = self._pending, self.engine, time.perf_counter()
         assert pending is not None
         try:
             with engine.raise_on_all_ranks("writing of the checkpoint"):
                 result = pending.task.result()
-        except MmldlmError:  # of any rank; no rank is writing any more
+        except MmldlmError:  # some rank failed, and no rank is writing any more
             self._pending = None
             if engine.is_main:
                 shutil.rmtree(pending.temporary, ignore_errors=True)
@@ -236,7 +238,7 @@ class Checkpointer:
         if pending.committing:
             self._pending, now = None, time.perf_counter()
             return [SavedCheckpoint(pending.step, result, pending.stall_s + now - started, now - pending.started)]
-        # End of phase 1: rank 0 needs size and hash of every rank's files for the manifest.
+        # End of phase 1. For the manifest, rank 0 needs size and hash of every rank's files.
         parts = engine.gather({name: asdict(record) for name, record in result.items()}, "files of the checkpoint")
         records = {name: FileInfo(**record) for part in parts for name, record in part.items()}
         pending.committing = True
@@ -251,9 +253,9 @@ class Checkpointer:
         return []
 
     def _stage(self) -> tuple[dict[str, TensorGroup], dict[str, dict[str, Tensor]]]:
-        """Copy this rank's slices to the host; return the descriptions of all tensors, and the copies, by group.
+        """Copy this rank's slices to the host. Return descriptions of all tensors, and the copies, by group.
 
-        The buffers are reused between checkpoints; for tensors on a GPU they are page-locked.
+        Checkpoints share the same buffers. For tensors on a GPU, the buffers are page-locked.
         """
         engine = self.engine
         tensors: dict[str, dict[str, SlicedTensor]] = {}
@@ -271,15 +273,16 @@ class Checkpointer:
                 copy = self._staging[key] = self._host_buffer(part)
             copy.copy_(part, non_blocking=on_cuda)
             copies.setdefault(group, {})[name] = copy
-        # Copies into page-locked memory do not block, and the writer must not start before they are done.
+        # Copies to page-locked memory return early. The writer must not start before they are done.
         if on_cuda:
             torch.cuda.synchronize(engine.device)
         return {group: TensorGroup(engine.num_writers, entries) for group, entries in tensors.items()}, copies
 
     def _host_buffer(self, part: Tensor) -> Tensor:
-        """Return memory on the host for a copy of `part`, page-locked if that is on a GPU.
+        """Return host memory for a copy of `part`. It is page-locked if `part` is on a GPU.
 
-        Locking pages takes milliseconds a call, and PyTorch rounds each up to a power of two: tensors share blocks.
+        Each call that locks pages takes milliseconds, and PyTorch rounds its size up to a power of two. So tensors
+        share blocks.
         """
         if not part.is_cuda:
             return torch.empty_like(part, device="cpu")
@@ -289,12 +292,12 @@ class Checkpointer:
         if len(self._block) < size:
             self._block = torch.empty(BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
         buffer, self._block = self._block.split([size, len(self._block) - size])
-        # By numpy, a storage of its own: of tensors that share one, the writer would copy all but the first.
+        # numpy gives it its own storage. If tensors shared a storage, the writer would copy all but the first.
         return torch.from_numpy(buffer.numpy()[: part.nbytes]).view(part.dtype).view(part.shape)
 
 
 def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
-    """Return the checkpoint files besides tensors and `state.json`, by name; they are constant over a run."""
+    """Return the checkpoint files other than tensors and `state.json`, by name. They never change in a run."""
     tokenizer = sorted(path for path in (store.path / "tokenizer").iterdir() if path.is_file())
     return {
         "config.yaml": to_yaml(with_absolute_paths(config)).encode(),
@@ -304,5 +307,5 @@ def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
 
 
 def checkpoint_record(path: Path) -> dict[str, str]:
-    """Return path and hash of a checkpoint for records: its manifest has the hashes of all its files."""
+    """Return path and hash of a checkpoint for records. The hash is that of the manifest, which has all hashes."""
     return {"path": str(path), "sha256": sha256(path / MANIFEST)}

@@ -1,4 +1,4 @@
-"""Consistency of the ranks: the same config, data, versions and run folder."""
+"""Checks that all ranks have the same config, data, versions and run folder."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ ABSENT = "absent"
 
 
 def fingerprint(config: RunConfig, store: Store) -> dict[str, str]:
-    """Return all that determines the curves, as `config.*`, `data.*`, `version.*` and `git`, within milliseconds.
+    """Return everything that determines the curves, as `config.*`, `data.*`, `version.*` and `git`, in milliseconds.
 
-    Of the data these are the hashes of its manifests, not its paths, which may differ between nodes.
+    Data is represented by the hashes of its manifests. Paths are left out, because they may differ between nodes.
     """
     settings = {key: value for key, value in flat_settings(config).items() if key not in ("data.path", "data.mixture")}
     return {
@@ -48,7 +48,7 @@ def fingerprint(config: RunConfig, store: Store) -> dict[str, str]:
 
 
 def compare_ranks(engine: Engine, config: RunConfig, store: Store) -> dict[str, str]:
-    """Return the fingerprint that all ranks share; a `ConfigError` names ranks and keys that differ (collective)."""
+    """Return the ranks' common fingerprint, or raise a `ConfigError` with the differing ranks and keys (collective)."""
     fingerprints = engine.gather(fingerprint(config, store), "comparison of configs, versions and data")
     differences = disagreements(fingerprints)
     if differences:
@@ -59,7 +59,7 @@ def compare_ranks(engine: Engine, config: RunConfig, store: Store) -> dict[str, 
 
 @contextmanager
 def writable_run_folder(run_dir: Path) -> Iterator[None]:
-    """Create the run folder for the duration of the context if it is missing; StorageError if it cannot be written."""
+    """Create a missing run folder while the context is open. `StorageError` if it cannot be written."""
     created = [folder for folder in (run_dir, *run_dir.parents) if not folder.exists()]
     try:
         try:
@@ -70,7 +70,7 @@ def writable_run_folder(run_dir: Path) -> Iterator[None]:
             raise StorageError(f"run.dir: cannot write {run_dir.resolve()}: {error.strerror}") from None
         yield
     finally:
-        with suppress(OSError):  # in use by now
+        with suppress(OSError):  # the folder may be in use by now
             for folder in created:
                 folder.rmdir()
 
@@ -79,7 +79,7 @@ def check_run_folder(engine: Engine, run_dir: Path) -> None:
     """Raise `ConfigError` on all ranks if any of them does not see a file of rank 0 in the run folder (collective)."""
     if engine.world_size == 1:
         return
-    # The file exists until every rank has looked for it.
+    # Keep the file until every rank has looked for it.
     with ExitStack() as stack:
         name = stack.enter_context(probe_file(run_dir)) if engine.is_main else None
         name = engine.gather(name, "name of a file in the run folder")[0]
@@ -88,8 +88,8 @@ def check_run_folder(engine: Engine, run_dir: Path) -> None:
     missing = [f"rank {rank} on {host}" for rank, (visible, host) in enumerate(results) if not visible]
     if missing:
         raise ConfigError(
-            f"run.dir: {run_dir} is not the same folder on all nodes: {', '.join(missing)} does not see rank 0's; "
-            "put it on a file system that all nodes share"
+            f"run.dir: {run_dir} is not the same folder on all nodes: {', '.join(missing)} cannot see rank 0's file in "
+            "it; put it on a file system that all nodes share"
         )
 
 
@@ -102,8 +102,8 @@ def code_hash(package: Path = Path(mmldlm.__file__).parent) -> str:
 
 
 def revision(package: Path = Path(mmldlm.__file__).parent) -> str:
-    """Return the short revision of the package's checkout, with "+changes" if files differ; "" without a checkout."""
-    if not (package.parent / ".git").exists():  # an installed package may be inside another project's checkout
+    """Return the short git revision of the package's checkout, with "+changes" if files differ, or ""."""
+    if not (package.parent / ".git").exists():  # an installed package may lie inside another project's checkout
         return ""
     command = ["git", "--no-optional-locks", "describe", "--always", "--exclude=*", "--dirty=+changes"]
     try:
@@ -114,7 +114,7 @@ def revision(package: Path = Path(mmldlm.__file__).parent) -> str:
 
 
 def disagreements(fingerprints: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return a line for each key that is not the same on all ranks, with the first rank that differs from rank 0."""
+    """Return a line for each key that differs between ranks, naming the first rank that differs from rank 0."""
     lines = []
     for key in dict.fromkeys(key for fingerprint in fingerprints for key in fingerprint):
         values = [fingerprint.get(key, ABSENT) for fingerprint in fingerprints]
@@ -132,5 +132,5 @@ def _version(name: str) -> str:
 
 
 def _short(value: str) -> str:
-    """Return the value for a message: of a hash, its first 12 digits."""
+    """Shorten a value for a message: a hash becomes its first 12 digits."""
     return value[:12] if re.fullmatch("[0-9a-f]{64}", value) else value or "empty"

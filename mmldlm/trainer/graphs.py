@@ -1,8 +1,8 @@
-"""`GraphReplays`: forward and backward pass of a micro-batch, recorded as a CUDA graph and started by one call.
+"""`GraphReplays`: records forward and backward pass of a micro-batch as a CUDA graph, and starts it by one call.
 
-A GPU that computes a step in 80 ms waits for a host that takes 150 ms to start its 2,700 kernels one by one. A graph
-has the kernels, and the addresses of what they read and write: replaying it starts all of them. A graph is for one
-bucket of sizes, to which micro-batches are filled up (`mmldlm.diffusion.corruption.StaticSizes`).
+For example, a GPU that computes a step in 80 ms must wait for a host that takes 150 ms to start its 2,700 kernels one
+by one. A graph contains the kernels and the addresses that they read and write, and a replay starts them all at once.
+Each graph is for one bucket of sizes. `mmldlm.diffusion.corruption.StaticSizes` fills micro-batches up to bucket sizes.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from mmldlm.utils.packed_tensors import PackedTensors
 
 log = logging.getLogger(__name__)
 
-MAX_GRAPHS = 64  # the least recently used one makes room
-LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-3, 3e-2  # relative, of a replayed pass: some kernels add in no fixed order
+MAX_GRAPHS = 64  # beyond this, the least recently used graph is dropped
+# Relative errors that a replayed pass may have, because some kernels add in no fixed order.
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-3, 3e-2
 Results = tuple[Tensor, ...]  # loss and loss sums
 
 
 def why_no_graphs(config: RunConfig, engine: str, device_type: str, backend: Backend) -> str:
-    """Return why this run records no graphs; "" if it does. It is a `ConfigError` if it cannot, and was told to."""
+    """Return why this run records no graphs, or "" if it does. `ConfigError` if it must record them but cannot."""
     requested, hook, missing = config.compile.graphs, config.distributed.ddp.comm_hook, ""
     if device_type != "cuda":
         missing = f"graphs need CUDA, found {device_type}"
@@ -53,13 +54,13 @@ def why_no_graphs(config: RunConfig, engine: str, device_type: str, backend: Bac
 
 
 class CudaGraphs:
-    """Records what functions compute on the current CUDA device; all graphs share one pool of memory."""
+    """Records the work of functions on the current CUDA device. All graphs share one memory pool."""
 
     def __init__(self) -> None:
         self.pool, self.stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def run(self, function: Callable[[], Results]) -> Results:
-        """Call a function where it will be recorded, so that what its first call sets up is there."""
+        """Call a function on the recording stream, so that its first call sets everything up there."""
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             results = function()
@@ -67,22 +68,22 @@ class CudaGraphs:
         return results
 
     def record(self, function: Callable[[], Results]) -> Callable[[], Results]:
-        """Record a function without executing it; return what repeats it, on what its memory contains by then."""
+        """Record a function without executing it. Return a function that replays it on the present memory contents."""
         graph = torch.cuda.CUDAGraph()
-        # The default mode would refuse calls of other threads, which copy a checkpoint meanwhile.
+        # The default mode would refuse CUDA calls of other threads, and they may be copying a checkpoint.
         with torch.cuda.graph(graph, self.pool, self.stream, capture_error_mode="thread_local"):
             results = function()
 
         def replay() -> Results:
             graph.replay()
-            return tuple(result.clone() for result in results)  # the next replay overwrites them
+            return tuple(result.clone() for result in results)  # clone, because the next replay overwrites them
 
         return replay
 
 
 @dataclass
 class _Bucket:
-    """The memory of a bucket's inputs, and what replays the passes that were recorded with them."""
+    """The input memory of a bucket, and the function that replays the passes recorded with it."""
 
     batch: NoisedBatch
     divisors: Tensor
@@ -100,17 +101,17 @@ class _Bucket:
 
 
 class GraphReplays:
-    """Forward and backward passes of micro-batches, replayed where they are recorded.
+    """Runs forward and backward passes of micro-batches, and replays recorded ones.
 
-    The first micro-batch of a bucket is computed as without graphs, the second one records the bucket's graph, and it
-    and all later ones replay it. The first graph is checked: its second replay, of numbers that were not there when it
-    was recorded, must have the results of an ordinary pass. If it has others, or if recording raises, all passes are
-    ordinary from then on, and a warning says so.
+    The first micro-batch of a bucket runs an ordinary pass. The second one records the bucket's graph and replays it,
+    as do all later ones. The first graph is checked: its second replay works on numbers that did not exist when it was
+    recorded, and must give the results of an ordinary pass. If the results differ, or if recording raises, all further
+    passes are ordinary, and a warning says so.
 
     Args:
-        compute: Adds the gradients of a micro-batch on the device to the others, given `Objective.divisors`, and
-            returns detached results, the loss first. Graphs record it: it must not read on the host what it computes.
-        gradients: Returns the gradients, which keep their memory.
+        compute: Adds the gradients of a micro-batch on the device to the existing ones, given `Objective.divisors`.
+            Returns detached results, the loss first. Since graphs record it, it must not read its results on the host.
+        gradients: Returns the gradients, which must stay at the same place in memory.
         graphs: Records functions on the device.
     """
 
@@ -127,7 +128,7 @@ class GraphReplays:
         self.is_on, self.is_checked = True, False
 
     def __call__(self, batch: NoisedBatch, divisors: Tensor) -> Results:
-        """Add the gradients of a micro-batch, which is on the host, to the others; return its results."""
+        """Add the gradients of a micro-batch, which is on the host, to the existing ones. Return its results."""
         if not self.is_on:
             return self.compute(batch.to(self.device), divisors.to(self.device))
         key = tuple(batch.packed.places.items())
@@ -149,13 +150,13 @@ class GraphReplays:
             return bucket.replay() if self.is_checked else self._check(bucket.replay, compute)
         try:
             bucket.replay = self.graphs.record(compute)
-        except Exception as error:  # of many types: a kernel may do what must not be recorded
+        except Exception as error:  # of many types: some kernels must not be recorded
             self._turn_off(str(error).strip().partition("\n")[0] or type(error).__name__)
             return self.graphs.run(compute)
         return bucket.replay()
 
     def _check(self, replay: Callable[[], Results], compute: Callable[[], Results]) -> Results:
-        """Replay a graph, and compute the same without it; return the latter's results."""
+        """Replay a graph and compare it with an ordinary pass. Return the results of the ordinary pass."""
         gradients = self.gradients()
         before = [gradient.clone() for gradient in gradients]
         replayed = replay()
@@ -165,7 +166,7 @@ class GraphReplays:
         expected = torch._foreach_sub(gradients, before)
         gradient_error = _norm(torch._foreach_sub(by_graph, expected)) / _norm(expected)
         loss_error = abs(1 - float(replayed[0] / results[0]))
-        self.is_checked = math.isfinite(results[0])  # in a step that is skipped nothing can be compared
+        self.is_checked = math.isfinite(results[0])  # a skipped step has nothing to compare
         if self.is_checked and not (gradient_error <= GRADIENT_TOLERANCE and loss_error <= LOSS_TOLERANCE):
             self._turn_off(
                 f"a replayed pass differs from an ordinary one, its loss by {loss_error:.1%}, its gradients by "
@@ -174,7 +175,7 @@ class GraphReplays:
         return results
 
     def _turn_off(self, reason: str) -> None:
-        log.warning("no CUDA graphs from here on, so that steps are slower: %s", reason)
+        log.warning("CUDA graphs are off from here on, so steps are slower: %s", reason)
         self.is_on = False
         self.buckets.clear()
 

@@ -1,8 +1,8 @@
-"""`ReplicaCheck`: at some steps, whether the ranks still train one model.
+"""`ReplicaCheck`: checks at some steps that all ranks still train the same model.
 
-Faulty hardware or software of one node may change what a rank computes without any error. Where several ranks have the
-same weights (DDP, ZeRO-1 and 2, replicas of FSDP2) they are compared, and under ZeRO the network's copy of a weight
-with the one that the optimizer updates. What no two ranks have, this cannot find.
+Faulty hardware or software of a node may change the numbers of a rank without any error. We compare weights that
+several ranks hold (DDP, ZeRO-1 and 2, replicas of FSDP2). Under ZeRO we also compare the network's copy of a weight
+with the master that the optimizer updates. A fault in weights that only one rank holds cannot be found this way.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from mmldlm.distributed.engine import Engine
 from mmldlm.errors import NumericalError
 from mmldlm.utils.callback import Callback
 
-PERIOD = 4093  # of the signs; a prime, so that they do not line up with the rows of a matrix
-TOLERANCE = 1e-6  # of a fingerprint: far above the rounding of its sum, far below what a fault changes
+PERIOD = 4093  # after which signs repeat: a prime, so that they do not line up with the rows of a matrix
+TOLERANCE = 1e-6  # relative, of a fingerprint: far above rounding, far below the effect of a fault
 
 
 @cache
 def _signs() -> Tensor:
-    """Return the directions of the fingerprint, float64 [PERIOD, 2]."""
+    """Return the two directions of the fingerprint, float64 [PERIOD, 2]."""
     return torch.randint(0, 2, (PERIOD, 2), generator=torch.Generator().manual_seed(0)).double() * 2 - 1
 
 
 def fingerprint(name: str, start: int, values: Tensor) -> Tensor:
-    """Return two projections of a part of a tensor onto fixed directions of +-1: float64 [2], on its device.
+    """Project part of a tensor onto two fixed directions of +-1. Return float64 [2], on the tensor's device.
 
-    They are linear, so the fingerprint of a whole tensor is the sum of those of its shards. The directions are a
-    function of its name; `values` [n] are its elements from index `start` on.
+    `values` [n] are the elements from index `start` on, and `name` selects the directions. A projection is linear, so
+    the fingerprints of all shards add up to the fingerprint of the whole tensor.
     """
     signs = _signs().roll(-(start + zlib.crc32(name.encode())) % PERIOD, 0).to(values.device)
     whole = len(values) // PERIOD * PERIOD
@@ -42,13 +42,13 @@ def fingerprint(name: str, start: int, values: Tensor) -> Tensor:
 
 
 class ReplicaCheck(Callback):
-    """Comparison of the ranks in the first step of every start and in every `every`-th step; 0 for never."""
+    """Compares the ranks in the first step after each start and in every `every`-th step. 0 means never."""
 
     def __init__(self, engine: Engine, every: int):
         self.engine, self.every, self._is_first_step = engine, every, True
 
     def after_step(self, step: int) -> None:
-        """Compare the ranks if it is due; a `NumericalError` names step, weight and, if known, rank (collective)."""
+        """Compare the ranks if it is due (collective). `NumericalError` with step, weight and, if known, rank."""
         engine, due = self.engine, self._is_first_step or (self.every > 0 and step % self.every == 0)
         if engine.world_size == 1 or not self.every or not due:
             return
@@ -70,7 +70,7 @@ class ReplicaCheck(Callback):
                 (rank, name) for rank, name in enumerate(engine.gather(stale, "weights that are stale")) if name
             )
             _fail(step, f"the network computes with another {name} than the optimizer has updated, on rank {rank}")
-        # Weights that are not finite are no disagreement; the guard acts on them in the next step.
+        # Non-finite weights are no disagreement: the guard acts on them in the next step.
         if math.isfinite(sums.sum()) and _spread(replicas, sums).any():
             # [ranks, tensors, 2]
             all_prints = engine.gather_vectors(prints.flatten(), "comparison of each weight").view(-1, len(names), 2)
@@ -83,9 +83,9 @@ def _is_copy(copy: Tensor, master: Tensor) -> bool:
 
 
 def _spread(replicas: Tensor, by_rank: Tensor, tolerance: float = TOLERANCE) -> Tensor:
-    """Return by how much the sums over the ranks of each replica differ, [...], beyond the tolerance.
+    """Sum `by_rank` [ranks, ...] over the ranks of each replica. Return by how much replicas differ, [...].
 
-    `by_rank` is [ranks, ...].
+    Differences within the tolerance count as 0.
     """
     totals = by_rank.new_zeros(int(replicas.max()) + 1, *by_rank.shape[1:]).index_add(0, replicas, by_rank)
     return (totals.amax(0) - totals.amin(0) - tolerance * totals.abs().amax(0)).clamp_min(0)

@@ -1,4 +1,4 @@
-"""What a run starts from: its newest checkpoint, another one, the weights of another run (`init`), or its seed."""
+"""Restores the start of a run: its newest checkpoint, another one, weights of another run (`init`), or its seed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from mmldlm.trainer.setup import Components, with_latent_stats
 from mmldlm.trainer.step_guard import SKIPS_FILE
 from mmldlm.utils.progress import Progress
 
-# What a mirror has of the run folder: with a checkpoint all that resuming, sampling and the curves need.
+# Files of the run folder that a mirror copies. With a checkpoint, they suffice to resume, sample and draw curves.
 MIRRORED_FILES = (CONFIG_NAME, "startup.json", METRICS, SKIPS_FILE, REWINDS_FILE, DESCRIPTION, "tensorboard")
 
 
@@ -40,23 +40,23 @@ class RestoredRun:
     """State that a run starts from."""
 
     state: TrainState
-    notes: list[str]  # for the user
-    latents: LatentInfo  # standardization of latents since step 0
-    weights: TensorSource  # of the model
-    moments: TensorFiles | None = None  # optimizer state; None for a run from step 0
-    ema: Mapping[str, Tensor] = field(default_factory=dict)  # EMA by name; missing ones start from the weights
-    origin: Any = None  # what `init` gave the run at step 0, see `WarmStart`
-    path: Path | None = None  # of the checkpoint
-    mirror: Mirror | None = None  # copies of the checkpoints, on rank 0
-    run_id: str | None = None  # of the run that saved the checkpoint; 0.1.0 had none
+    notes: list[str]  # lines for the user
+    latents: LatentInfo  # standardization of latents, the same since step 0
+    weights: TensorSource  # model weights
+    moments: TensorFiles | None = None  # optimizer state, or None for a run from step 0
+    ema: Mapping[str, Tensor] = field(default_factory=dict)  # EMA by name: a missing entry starts from its weight
+    origin: Any = None  # which weights `init` gave the run at step 0, see `WarmStart`
+    path: Path | None = None  # path of the checkpoint
+    mirror: Mirror | None = None  # copies checkpoints, only on rank 0
+    run_id: str | None = None  # of the run that saved the checkpoint, or None if 0.1.0 saved it
 
 
 def restore_run(
     config: RunConfig, components: Components, engine: Engine, run_dir: Path
 ) -> tuple[RestoredRun, Components]:
-    """Wrap the model for the engine and restore the run, or raise as `restore_checkpoint` does (collective).
+    """Wrap the model for the engine and restore the run (collective). Raises as `restore_checkpoint` does.
 
-    Return the state, and the components with the standardization of latents that the run has had since step 0.
+    Return the state, and components that standardize latents as the run has done since step 0.
     """
     store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.retention)
     place = config.checkpoint.mirror if engine.is_main else ""
@@ -64,7 +64,7 @@ def restore_run(
     with Progress(engine.is_main) as progress:
         progress.phase("verifying and reading the checkpoint", announce=False)
         restored = _open_start(config, components, engine, store, mirror)
-    # Before the loader reads latents.
+    # Do this before the loader reads latents.
     components = with_latent_stats(restored.latents, components, config, engine)
     engine.prepare(components.model, components.optimizer, restored.weights)
     engine.check_precision()
@@ -79,7 +79,7 @@ def restore_run(
     if engine.loss_scale is not None and state.loss_scale is not None:
         engine.loss_scale.restore(state.loss_scale, state.steps_at_scale)
     else:
-        # Without fp16 the scale of an earlier start must not enter the next checkpoint.
+        # Without fp16, the loss scale of an earlier start must not enter the next checkpoint.
         state.loss_scale, state.steps_at_scale = None, 0
     return replace(restored, mirror=mirror), components
 
@@ -87,7 +87,7 @@ def restore_run(
 def _open_start(
     config: RunConfig, components: Components, engine: Engine, store: CheckpointStore, mirror: Mirror | None
 ) -> RestoredRun:
-    """Open what rank 0 chooses by `resume` and `init`, and check that it fits the unwrapped model (collective)."""
+    """Open the start that rank 0 chooses by `resume` and `init`, and check that it fits the model (collective)."""
     data, initial, checkpoint, source = components.store, components.initial_weights, None, dict[str, str]()
     with engine.raise_on_all_ranks("choice of the checkpoint"):
         if engine.is_main:
@@ -96,7 +96,7 @@ def _open_start(
     path, source = engine.gather((checkpoint and str(checkpoint.path), source), "choice of the checkpoint")[0]
     with engine.raise_on_all_ranks("opening of the checkpoint"):
         if path is not None:
-            # Rank 0 has compared the hashes.
+            # Rank 0 has already compared the hashes.
             checkpoint = checkpoint or verify_checkpoint(Path(path), hashes=False)
             return restore_checkpoint(checkpoint, components.model, config, data)
         if source:
@@ -106,24 +106,25 @@ def _open_start(
 
 
 def _choose(config: RunConfig, store: CheckpointStore, mirror: Mirror | None) -> Checkpoint | None:
-    """Return the verified checkpoint to start from, or None; `auto` sets damaged ones aside, and may fetch one.
+    """Return the verified checkpoint to start from, or None.
 
-    It is a `DataError` if `auto` finds records and checkpoint of two runs.
+    With `resume: auto`, damaged checkpoints are set aside and a newer one may be fetched from the mirror. Records and
+    checkpoint of two different runs are a `DataError`.
     """
     resume, checkpoint, run_dir = config.resume, None, store.folder.parent
     if resume != "never":
         checkpoint = store.newest() if resume == "auto" else verify_checkpoint(Path(resume))
     if mirror is not None:
-        # A later copy is of the branch that a rewind has left.
+        # After a rewind, a newer copy belongs to the abandoned branch.
         is_chosen = resume != "auto" or bool(read_rewinds(run_dir))
         checkpoint = mirror.fetch_newer(checkpoint, is_chosen)
         if with_rewinds(config) != config:
-            raise ConfigError(f"{run_dir}: has samples to leave out since it was fetched; run the command again")
+            raise ConfigError(f"{run_dir}: its rewinds, just fetched, leave out samples; run the command again")
     recorded, saved = recorded_run_id(run_dir / METRICS), checkpoint and checkpoint.info.get("run_id")
     if resume == "auto" and checkpoint is not None and recorded and saved and recorded != saved:
         raise DataError(
-            f"{checkpoint.path}: is of the run {saved}, expected {recorded} as in {run_dir / METRICS}; move away what "
-            "is not of this run, or start from the other's checkpoint by resume: PATH in a new run.dir"
+            f"{checkpoint.path} belongs to run {saved}, expected run {recorded} as in {run_dir / METRICS}; move the "
+            "files of the other run away, or start from its checkpoint by resume: PATH in a new run.dir"
         )
     if resume == "never":
         store.set_aside_after(-1)
@@ -133,10 +134,10 @@ def _choose(config: RunConfig, store: CheckpointStore, mirror: Mirror | None) ->
 
 
 def restore_checkpoint(checkpoint: Checkpoint, model: nn.Module, config: RunConfig, store: Store) -> RestoredRun:
-    """Check that a verified checkpoint fits the unwrapped model; weights and moments are not read yet.
+    """Check that a verified checkpoint fits the unwrapped model. Weights and moments are not read yet.
 
     Raises:
-        ConfigError: The checkpoint is beyond `train.steps` or has the state of another optimizer.
+        ConfigError: The checkpoint is past `train.steps` or has the state of another optimizer.
         DataError: The checkpoint belongs to another network, tokenizer or encoder.
     """
     path = checkpoint.path
@@ -146,7 +147,7 @@ def restore_checkpoint(checkpoint: Checkpoint, model: nn.Module, config: RunConf
         raise ConfigError(f"train.steps: found {config.train.steps}, but {path} is at step {state.step}")
     try:
         saved = load_config(checkpoint.file(CONFIG_NAME), may_extend=False)
-    except ConfigError as error:  # of another version
+    except ConfigError as error:  # saved by another version
         raise DataError(f"checkpoint: {error}") from error
     check_state_compatible(saved.optim.name, config.optim.name)
     weights = TensorFiles.open(checkpoint, "model")
@@ -155,7 +156,7 @@ def restore_checkpoint(checkpoint: Checkpoint, model: nn.Module, config: RunConf
     changed = diff_configs(dump(with_absolute_paths(saved)), dump(with_absolute_paths(config)))
     notes = [f"resuming from {path}", *(f"changed since: {line}" for line in changed)]
     if num_new:
-        notes.append(f"{num_new} parameters train from here on, with new optimizer state")
+        notes.append(f"{num_new} parameters train from here on and start with new optimizer state")
     latents = saved_latent_stats(checkpoint, store)
     if latents != store.manifest.latent:
         notes.append("latents are standardized as in the checkpoint, by other statistics than those of the data now")
@@ -175,9 +176,9 @@ def restore_checkpoint(checkpoint: Checkpoint, model: nn.Module, config: RunConf
 
 
 def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[TensorFiles, int]:
-    """Return the optimizer state without parameters that are frozen now, and the number of newly trained ones."""
+    """Return (optimizer state without parameters frozen now, number of parameters that train from here on)."""
     names = {clean_name(name): parameter.requires_grad for name, parameter in model.named_parameters()}
-    # Entries of unknown parameters stay, so that loading the optimizer's state reports them.
+    # Keep entries of unknown parameters: loading the optimizer's state reports them.
     kept = files.filter(lambda entry: names.get(entry.rpartition("/")[0], True))
     known = {entry.rpartition("/")[0] for entry in kept}
     new = [name for name in _trained_names(model) if name not in known]
@@ -185,5 +186,5 @@ def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[TensorFil
 
 
 def _trained_names(model: nn.Module) -> list[str]:
-    """Return the names of the parameters that are trained, without prefixes of wrappers."""
+    """Return the names of the trained parameters, without prefixes of wrappers."""
     return [clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]

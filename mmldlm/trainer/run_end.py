@@ -1,4 +1,4 @@
-"""`RunEnd`: what has to be closed at the end of a run, and the record of how it ended."""
+"""`RunEnd`: closes the parts of a run at its end, and records how the run ended."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from mmldlm.utils.short_repr import truncate
 
 
 class RunEnd(ExitStack):
-    """The open parts of a run, closed in reverse; a start may fail before any of them exists."""
+    """The open parts of a run. They are closed in reverse, and a start may fail before any of them exists."""
 
     def __init__(self, run_dir: Path, launch: LauncherEnv):
         super().__init__()
         self._run_dir, self._launch = run_dir, launch
         self._engine: Engine | None = None
-        self._owned_dir: int | None = None  # descriptor of the run folder
+        self._owned_dir: int | None = None  # open descriptor of the run folder
         self._fetch: Callable[[], None] | None = None
         self._finish: Callable[[], None] | None = None
 
     def own_engine(self, engine: Engine) -> None:
-        """Close the engine at the end, and ask it what caused an error."""
+        """Close this engine at the end, and let it diagnose errors."""
         self._engine = engine
         self.callback(engine.close)
 
     def own_folder(self) -> None:
-        """Write `exit.json` to the run folder at the end: rank 0 holds its lock, and all ranks see it."""
+        """Write `exit.json` to the run folder at the end. Rank 0 holds the folder's lock, and all ranks see it."""
         self._owned_dir = os.open(self._run_dir, os.O_RDONLY)
         self.callback(os.close, self._owned_dir)
         if self._engine is not None and self._engine.watchdog is not None:
             self._engine.watchdog.folder = self._run_dir
 
     def own_records(self, fetch: Callable[[], None], finish: Callable[[], None]) -> None:
-        """At the end, `fetch` what the device has computed, and `finish` the checkpoint in progress."""
+        """Register the last actions: `fetch` reads pending numbers, `finish` completes a checkpoint in progress."""
         self._fetch, self._finish = fetch, finish
 
     def end(self, error: BaseException | None, config: RunConfig, step: int) -> None:
-        """Close all parts, and write `exit.json` if this run owns its folder, since launchers collapse exit codes.
+        """Close all parts, and write `exit.json` if this run owns its folder: launchers collapse exit codes.
 
-        The cause of `error` is raised if it is the loss of a peer, memory that ran out, or a run folder that is gone.
+        If `error` comes from a lost peer, from memory that ran out or from a missing run folder, that cause is raised.
         """
         engine = self._engine
         lost: MmldlmError | None = None
@@ -65,10 +65,10 @@ class RunEnd(ExitStack):
         code, cause = exit_code_and_cause(lost or error)
         single = self._launch.world_size == 1 and code != ExitCode.INTERRUPTED
         if self._fetch is not None and single:
-            with suppress(Exception):  # a device that has failed has no numbers
+            with suppress(Exception):  # a failed device has no numbers
                 self._fetch()
         if self._finish is not None and (code == ExitCode.NUMERICAL or single):
-            # All ranks are here, so the checkpoint in progress, which is older than the error, can be completed.
+            # All ranks are here, and the checkpoint in progress is older than the error: complete it.
             with suppress(MmldlmError):
                 self._finish()
         if engine is not None and engine.watchdog is not None:
@@ -78,9 +78,9 @@ class RunEnd(ExitStack):
                 engine.watchdog.fail(code, cause)
         if owns_dir:
             write_exit(self._run_dir, self._launch.rank, step, code, cause)
-        # Last, since it releases the lock: another run may own the folder from then on.
+        # Do this last: it releases the lock, and then another run may own the folder.
         self.close()
-        self._engine = self._fetch = self._finish = None  # cycles, which would keep network and loader in memory
+        self._engine = self._fetch = self._finish = None  # break cycles, which would keep network and loader in memory
         if lost is not None:
             raise lost from error
 
@@ -89,23 +89,23 @@ def _out_of_memory(error: Exception, config: RunConfig, step: int, launch: Launc
     train = config.train
     size = train.batch_at(step, launch.world_size)
     key = "micro_batch_tokens" if size.micro_batch_tokens else "micro_batch_size"
-    auto = "" if train.auto_micro_batch or engine.shards_parameters else " or set train.auto_micro_batch=true"
+    auto = "" if train.auto_micro_batch or engine.shards_parameters else ", or set train.auto_micro_batch=true"
     return ConfigError(
-        f"train.{key}: rank {launch.rank} ran out of memory after step {step:,}; expected less than "
-        f"{getattr(size, key):,}, which changes no curve: lower it{auto}, or memory.activation_checkpointing=full "
+        f"train.{key}: rank {launch.rank} ran out of memory after step {step:,} with {getattr(size, key):,}; lower it, "
+        f"which changes no curve{auto}, or set memory.activation_checkpointing=full "
         f"({truncate(' '.join(str(error).split()))}){_memory_history(config, launch, engine)}"
     )
 
 
 def _memory_history(config: RunConfig, launch: LauncherEnv, engine: Engine) -> str:
-    """Write what fills a GPU, if the run remembers it; return the rest of the message."""
+    """Write a snapshot of GPU memory if the run remembers allocations. Return the end of the message."""
     if not config.profile.memory_history or engine.device.type != "cuda":
         return ""
     try:
         written = write_memory_history(Path(config.run.dir), launch.rank)
         needed = estimate(config, Store.open(config.data.path), launch.world_size).step
         peak = rank_memory(needed, Sharding(engine.name, config.precision, launch.world_size, launch.replicas)).peak
-    except Exception as failure:  # which must not hide that memory ran out
+    except Exception as failure:  # must not hide that memory ran out
         return f"; profile.memory_history: {truncate(str(failure))}"
     used = torch.cuda.max_memory_allocated(engine.device) / MIB
     return f"; {used:,.0f} MiB at the peak, {peak:,.0f} by the estimate; {written} has all allocations"

@@ -1,4 +1,4 @@
-"""Set-up of a run: checks that the engine can run the settings, and builds data, model, objective and optimizer."""
+"""Sets up a run: checks that the engine can run the settings, and builds data, model, objective and optimizer."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from mmldlm.utils.short_repr import short_repr
 
 
 def requested_features(config: RunConfig) -> list[str]:
-    """Return the settings of the run that not every engine runs, as "key: value"."""
+    """Return the settings that some engine may not support, as "key: value"."""
     return [
         f"optim.name: {config.optim.name}",
         f"precision: {config.precision}",
@@ -57,7 +57,7 @@ def requested_features(config: RunConfig) -> list[str]:
 def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> None:
     """Check that this launch can run the settings, before anything is created.
 
-    It is a `ConfigError` if engine, device or number of ranks do not fit a setting, or a tracker is not installed.
+    Raise `ConfigError` if a setting does not fit engine, device or number of ranks, or if a tracker is not installed.
     """
     config = resolve_precision(config, launch.mixed_precision)
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
@@ -78,7 +78,7 @@ def open_run(
 ) -> tuple[Engine, Components, dict[str, str]]:
     """Check the settings, start the engine, build the components, and create and lock the folder (collective).
 
-    Return engine, components, and the fingerprint that all ranks share; what is open is closed at the `end`.
+    Return engine, components, and the ranks' common fingerprint. Everything opened here is closed at the `end`.
     """
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     check_settings(config, launch, device_type)
@@ -104,10 +104,10 @@ def open_run(
 def step_plan(config: RunConfig, world_size: int) -> StepPlan:
     """Return the batch sizes and precision that the engine is configured with.
 
-    Batch sizes must be divisible by `world_size` and by the micro-batch. Of several stages, the one with the most
-    micro-batches counts: `ZeroEngine` itself marks the last micro-batch of a step, but DeepSpeed may omit the buffers
-    for gradient accumulation if its config has none. With a budget of tokens or `train.auto_micro_batch` that is as
-    many as there may be.
+    Batch sizes must be divisible by `world_size` and by the micro-batch. Among several stages we take the one with the
+    most micro-batches. `ZeroEngine` itself marks the last micro-batch of a step, but DeepSpeed may leave out buffers
+    for gradient accumulation if its config has no accumulation. With a token budget or `train.auto_micro_batch` we
+    assume the largest possible number of micro-batches.
     """
     size = max(config.train.batch_stages(world_size).values(), key=lambda size: size.accumulation(world_size))
     if size.micro_batch_tokens or config.train.auto_micro_batch:
@@ -131,18 +131,18 @@ class Components:
     objective: Objective
     corruption: Corruption
     tokenizer: Tokenizer
-    skipped_samples: list[str]  # location and problem of each
+    skipped_samples: list[str]  # location and problem of each sample
     validation_ids: list[int]
     model: MMDiT  # on the meta device
     initial_weights: InitialWeights
-    compiled: str  # what is compiled, and why if that differs from the settings
+    compiled: str  # which parts are compiled, and why this differs from the settings
     optimizer: torch.optim.Optimizer
-    parameters: dict[str, int]  # by part of the network
+    parameters: dict[str, int]  # number by part of the network
     trainable: int
     flops: ModelFlops
 
     def for_data(self, config: RunConfig, engine: Engine, store: Store) -> Components:
-        """Return the components with objective, corruption and loader of other batch sizes or latents."""
+        """Rebuild objective, corruption and loader for other batch sizes or another standardization of latents."""
         objective = build_objective(config, store.manifest)
         corruption = build_corruption(config, objective, self.corruption.sizes)
         loader = build_loader(config, engine, store, corruption)
@@ -152,7 +152,7 @@ class Components:
 def build_components(config: RunConfig, engine: Engine) -> Components:
     """Open the data and build model, objective, loader and optimizer (collective).
 
-    Data that cannot be trained on are a `DataError`, settings that do not fit them or this machine a `ConfigError`.
+    Raise `DataError` if we cannot train on the data, `ConfigError` if settings do not fit the data or this machine.
     """
     with engine.raise_on_all_ranks("opening of the data store"):
         store = open_data(config.data.location)
@@ -196,7 +196,7 @@ def build_loader(config: RunConfig, engine: Engine, store: Store, corruption: Co
 
 
 def with_latent_stats(latents: LatentInfo, components: Components, config: RunConfig, engine: Engine) -> Components:
-    """Return `components` with another standardization of latents; call it before the loader has read any."""
+    """Change the standardization of latents in `components`. Call it before the loader has read any."""
     if latents == components.store.manifest.latent:
         return components
     store = components.store.with_manifest(replace(components.store.manifest, latent=latents))

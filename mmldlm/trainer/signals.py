@@ -1,4 +1,4 @@
-"""Signals as requests to the loop: `STOP_SIGNALS` to save and stop after the present step, SIGUSR1 to save.
+"""Signals ask the training loop for something: `STOP_SIGNALS` to save and stop after this step, SIGUSR1 to save.
 
 A second SIGINT ends the process at once.
 """
@@ -13,10 +13,10 @@ from mmldlm.utils.process import STOP_SIGNALS, ignores_hangup, stop_reason
 
 
 class SignalRequests:
-    """Context manager that records the signals of this process; the ranks agree on them in the loop."""
+    """Context manager that records the signals of this process. The loop makes all ranks act on them together."""
 
     def __init__(self) -> None:
-        self.stop: str | None = None  # what has asked for it
+        self.stop: str | None = None  # which signal asked for it
         self.save = False
         self._previous: dict[signal.Signals, Any] = {}
 
@@ -27,13 +27,13 @@ class SignalRequests:
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
-            # A process that is stopping ignores SIGTERM and SIGHUP, which may come in pairs, until it exits; not by
-            # SIG_IGN, which programs that are started later would inherit.
+            # SIGTERM and SIGHUP may come in pairs, so a stopping process ignores them until it exits. We do not use
+            # SIG_IGN, because programs that are started later would inherit it.
             leaving = number in STOP_SIGNALS and handler == signal.SIG_DFL and self.stop is not None
             signal.signal(number, (lambda *_: None) if leaving else handler)
 
     def agree_to_stop(self) -> str:
-        """Have this rank stop, since one of them has been asked to; return what has asked for it."""
+        """Make this rank stop because some rank received a signal. Return which signal, as far as this rank knows."""
         self.stop = self.stop or "a signal on another rank"
         return self.stop
 

@@ -1,8 +1,8 @@
-"""`StepGuard`: skipped steps, whose loss or gradient norm is non-finite or whose norm is a spike.
+"""`StepGuard`: counts skipped steps, with a non-finite loss or gradient norm or a spike in the norm.
 
-All ranks skip a step or none does, without an additional exchange and without synchronizing with the device: a
-non-finite loss makes every gradient of its rank NaN, and so the global gradient norm, which all ranks share. The engine
-skips the update on the device by this norm; the host makes the same decision once the norm has been fetched.
+All ranks skip a step or none does, without an extra exchange and without waiting for the device. A non-finite loss
+makes all gradients of its rank NaN, and so the global gradient norm, which all ranks share. The device skips the update
+by this norm. The host makes the same decision later, when it has fetched the norm.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mmldlm.telemetry.metrics import MetricsFile
 MicroBatchRecords = list[dict[str, Any]]  # samples and loss of each micro-batch of a rank
 
 SKIPS_FILE = "skipped_steps.jsonl"
-MIN_ACCEPTED_NORMS = 20  # accepted norms before spikes are detected: norms fall fast in a run's first steps
+MIN_ACCEPTED_NORMS = 20  # accepted steps before we detect spikes, because norms fall fast in a run's first steps
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Skip:
 
     @classmethod
     def classify(cls, step: int, norm: float, ranks: Sequence[MicroBatchRecords], loss_scale: float) -> Skip:
-        """Return the skip with its reason, derived from the norm and from the records of all ranks.
+        """Derive the reason of a skip from the norm and from the records of all ranks.
 
-        Non-finite gradients under a `loss_scale` that can be lowered are an overflow of fp16, not a fault of the run.
+        Non-finite gradients are an overflow of fp16 and no fault of the run, if `loss_scale` can still be lowered.
         """
         if not all(math.isfinite(record["loss"]) for records in ranks for record in records):
             return cls(step, norm, "loss")
@@ -49,19 +49,19 @@ class Skip:
 
 
 class StepGuard:
-    """Counter and judge of skipped steps."""
+    """Counts skipped steps and decides when they end the run."""
 
     def __init__(self, config: GuardConfig, state: TrainState, file: MetricsFile | None = None):
         self.config, self.state = config, state
-        self.file = file  # on rank 0: receives a record of each
+        self.file = file  # on rank 0: gets a record of each skipped step
 
     @property
     def norm_limit(self) -> float:
-        """Largest gradient norm that is not a spike."""
+        """The largest gradient norm that does not count as a spike."""
         factor, norms = self.config.grad_norm_spike, self.state.accepted_norms
         if factor is None or len(norms) < MIN_ACCEPTED_NORMS:
             return math.inf
-        # A median of 0 would make every later step a spike.
+        # With a median of 0, every later step would be a spike.
         return factor * statistics.median(norms) or math.inf
 
     def record_accepted(self, norm: float) -> None:
@@ -70,10 +70,10 @@ class StepGuard:
         self.state.accepted_norms = [*self.state.accepted_norms, norm][-NORM_WINDOW:]
 
     def skip(self, skip: Skip, ranks: Sequence[MicroBatchRecords]) -> dict[str, Any]:
-        """Count and record a skipped step; return the values of its event in `metrics.jsonl`."""
+        """Count and record a skipped step. Return the values of its event in `metrics.jsonl`."""
         self.state.skipped_in_a_row += skip.reason != "overflow"
         self.state.skipped_steps += 1
-        # A non-finite loss makes the norm NaN by design, so it says nothing.
+        # A non-finite loss makes the norm NaN by design, so the norm says nothing.
         norm = None if skip.reason == "loss" else skip.norm
         limit = self.norm_limit if math.isfinite(self.norm_limit) else None
         if self.file is not None:
@@ -108,5 +108,5 @@ class StepGuard:
 
 
 def _json_float(value: float | None) -> float | str | None:
-    """Return NaN and infinities as strings, since JSON has no numbers for them."""
+    """Return NaN and infinities as text, because JSON has no numbers for them."""
     return value if value is None or math.isfinite(value) else str(value)

@@ -1,4 +1,4 @@
-"""`StepLog`: the training records, with losses, norms and speed, as means over the steps since the last record."""
+"""`StepLog` writes the training records: losses, norms and speed, as means over the steps since the last record."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mmldlm.utils.cpu import CpuTimes, cores_used_by_others, cpu_times
 
 @dataclass(frozen=True)
 class FinishedStep:
-    """A finished step; its numbers are on the device until `StepNumbers.fetch`."""
+    """A finished step. Its numbers stay on the device until `StepNumbers.fetch`."""
 
     step: int
     numbers: Tensor  # [2 + micro-batches * (1 + S)]: `norm`, `loss_scale`, `losses` and `sums`
     counts: Tensor  # float64 [micro-batches, S], on the host
-    sample_ids: list[list[int]]  # by micro-batch of this rank
-    tokens: int  # over all ranks, as are FLOPs and samples
+    sample_ids: list[list[int]]  # for each micro-batch of this rank
+    tokens: int  # like FLOPs and samples, over all ranks
     flops: float
     samples: int
 
@@ -55,7 +55,7 @@ class FinishedStep:
 
 
 class StepLog:
-    """Sums over the steps since the last training record, and the time of these steps."""
+    """Sums losses, sizes and times of the steps since the last record, and writes the next record."""
 
     def __init__(self, config: RunConfig, engine: Engine, components: Components, state: TrainState, tracker: Tracker):
         self.config, self.engine, self.components, self.state = config, engine, components, state
@@ -63,12 +63,12 @@ class StepLog:
         name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
         peak = peak_flops(name, config.precision)
         self._peak_flops = None if peak is None else peak * engine.world_size
-        self._loss_scale = 1.0  # of the last step
+        self._loss_scale = 1.0  # in the last step
         self._clear()
         self.start_interval()
 
     def _clear(self) -> None:
-        """Clear the sums over the accepted steps since the last record, and the norms of all."""
+        """Clear the sums over accepted steps and the norms of all steps since the last record."""
         self._norms: list[float] = []
         self._sums: Tensor | float = 0.0
         self._counts: Tensor | float = 0.0
@@ -76,27 +76,27 @@ class StepLog:
         self._flops = 0.0
 
     def start_interval(self, now: CpuTimes | None = None) -> None:
-        """Start the time of the next record; `now` are the CPU times if they have just been read."""
+        """Start the clock of the next record. Pass CPU times that have just been read as `now`."""
         self._data_wait_s = 0.0
         self._cpu_times = now or cpu_times()
         self._start_time, self._start_compute = time.perf_counter(), self.engine.compute_timer.seconds()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time in this context from that of the steps."""
+        """Stop the clock within the context, e.g. for a validation."""
         timer = self.engine.compute_timer
         started, computed = time.perf_counter(), timer.seconds()
         yield
-        # Not in a `finally`: an error in the body ends the run.
+        # No `finally` is needed, because an error in the body ends the run.
         self._start_time += time.perf_counter() - started
         self._start_compute += timer.seconds() - computed
 
     def add_data_wait(self, seconds: float) -> None:
-        """Count time in which a step has waited for its micro-batches."""
+        """Count time that a step waited for its micro-batches."""
         self._data_wait_s += seconds
 
     def count(self, step: FinishedStep, accepted: bool) -> None:
-        """Count a step, whose numbers are on the host, in the next record; in its means if the step is accepted."""
+        """Count a step, with numbers on the host, for the next record. Only accepted steps enter its means."""
         self._loss_scale = step.loss_scale
         self._norms.append(float(step.norm))
         if not accepted:
@@ -110,14 +110,14 @@ class StepLog:
         self._steps += 1
 
     def write(self, step: int, lr: float) -> None:
-        """Write the record of the accepted steps since the last one (collective)."""
+        """Write a record of the accepted steps since the last record (collective)."""
         seconds, components, state = time.perf_counter() - self._start_time, self.components, self.state
-        if not self._steps:  # every step since the last record was skipped: there is no loss to log
+        if not self._steps:  # all steps since the last record were skipped, so there is no loss to log
             return
         assert isinstance(self._sums, Tensor) and isinstance(self._counts, Tensor)
         totals = self.engine.sum(torch.stack([self._sums, self._counts]), "all-reduce of the losses to log")
         batch_sizes, now = asdict(components.loader.batch_at(step - 1)), cpu_times()
-        # A mixture has no common epoch.
+        # The stores of a mixture have no common epoch.
         sources, of_sources = components.store.sources, components.loader.order.epochs(state.samples_drawn)
         epochs = {f"data/epoch/{source.name}": value for source, value in zip(sources, of_sources, strict=True)}
         values = {
@@ -131,7 +131,7 @@ class StepLog:
             "speed/step_s": seconds / self._steps,
             "speed/data_wait_s": self._data_wait_s / self._steps,
             "data/tokens": state.tokens_seen,
-            "data/steps": self._steps,  # that the means are of: fewer after a resume, and where steps were skipped
+            "data/steps": self._steps,  # in the means: fewer after a resume and where steps were skipped
             "data/tokens_per_step": self._tokens / self._steps,
             "health/skipped_steps": state.skipped_steps,
             "optim/lr": lr,
@@ -149,7 +149,7 @@ class StepLog:
         self.start_interval(now)
 
     def _compute_times(self) -> dict[str, float]:
-        """Return how long ranks computed in a step since the last record; nothing of a single one (collective)."""
+        """Return how long the ranks computed in a mean step, see `compare_ranks`. Empty for one rank (collective)."""
         if self.engine.world_size == 1:
             return {}
         seconds = (self.engine.compute_timer.seconds() - self._start_compute) / len(self._norms)

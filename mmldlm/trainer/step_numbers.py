@@ -1,4 +1,4 @@
-"""`StepNumbers`: numbers of the finished steps, fetched from the device, counted as accepted or skipped."""
+"""`StepNumbers` fetches the numbers of finished steps from the device, and counts steps as accepted or skipped."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ from mmldlm.trainer.step_log import FinishedStep, StepLog
 
 
 class StepCounts(NamedTuple):
-    """Numbers of one rank in a step, or their sums over all ranks."""
+    """Counts of one rank in a step, or their sums over all ranks."""
 
     tokens: int
-    pairs: int  # of positions that attend to each other
+    pairs: int  # pairs of positions that attend to each other
     masked: int
-    stop: int  # ranks that were asked to stop
-    save: int  # ranks that were asked to save
-    ready: int  # ranks that have finished their part of the checkpoint in progress
-    failed: int  # ranks whose part of that checkpoint could not be written
+    stop: int  # number of ranks that were asked to stop
+    save: int  # number of ranks that were asked to save
+    ready: int  # number of ranks that have finished their part of the checkpoint in progress
+    failed: int  # number of ranks that could not write their part of it
 
 
 @dataclass(frozen=True)
 class StepTotals:
-    """Sums of an optimizer step over all ranks, the same on each; the first access waits for their exchange."""
+    """Sums of a step over all ranks, the same on each rank. The first access waits for their exchange."""
 
-    denominators: PendingSum  # of the losses [S], see `Objective.__call__`
-    exchanged: PendingSum  # the entries of `counts`
-    samples: int  # of the global batch
+    denominators: PendingSum  # [S]: the losses are divided by them, see `Objective.__call__`
+    exchanged: PendingSum  # entries of `counts`
+    samples: int  # in the global batch
 
     @cached_property
     def counts(self) -> StepCounts:
-        """Sums over all ranks."""
+        """Counts, summed over all ranks."""
         return StepCounts(*map(int, self.exchanged))
 
 
@@ -56,13 +56,13 @@ class StepResult:
     """Result of an optimizer step."""
 
     lr: float
-    grad_norm: Tensor  # [], on the device: before clipping
+    grad_norm: Tensor  # before clipping: [], on the device
 
 
 class StepNumbers:
-    """Numbers of the steps, on the device until something depends on them; updates the counters of `state`.
+    """Keeps the numbers of steps on the device until something depends on them, and updates the counters in `state`.
 
-    Accepted and skipped steps go to `log`; the file of the skipped steps is closed at the `end`.
+    Judged steps are passed to `log`. The file of skipped steps is closed at the `end`.
     """
 
     def __init__(
@@ -79,22 +79,22 @@ class StepNumbers:
         self.tracker, self.log, self.run_dir = tracker, log, Path(config.run.dir)
         file = None
         if engine.is_main:
-            # A resumed run drops records after its step, since it repeats those steps.
+            # A resumed run repeats later steps, so their records are dropped.
             file = MetricsFile(self.run_dir / SKIPS_FILE, state.step if tracker.resumed else None)
             end.enter_context(closing(file))
         self.guard = StepGuard(config.guard, state, file)
         self.plateau = _create_plateau(config, state)
-        self.defer_fetch = engine.device.type != "cpu"  # a CPU's numbers are read without waiting
+        self.defer_fetch = engine.device.type != "cpu"  # reading numbers of a CPU needs no wait
         self.pending: list[FinishedStep] = []
-        self._micro_batches: list[tuple[Tensor, Tensor, Tensor, list[int]]] = []  # of the present step
-        self._unit_scale = torch.ones((), device=engine.device)  # the loss scale without fp16
+        self._micro_batches: list[tuple[Tensor, Tensor, Tensor, list[int]]] = []  # micro-batches of the present step
+        self._unit_scale = torch.ones((), device=engine.device)  # the loss scale if there is no fp16
 
     def add(self, loss: Tensor, sums: Tensor, batch: NoisedBatch) -> None:
-        """Keep the loss and the loss sums of a micro-batch of the current step."""
+        """Keep loss and loss sums of a micro-batch of the current step."""
         self._micro_batches.append((loss, sums, batch.counts, batch.sample_ids.tolist()))
 
     def end_step(self, step: int, totals: StepTotals, result: StepResult) -> None:
-        """Complete the current step, the `step`-th; raise as `fetch` (collective)."""
+        """Complete the current step, and fetch numbers if something depends on them (collective). Raises as `fetch`."""
         scale = self._unit_scale if self.engine.loss_scale is None else self.engine.loss_scale.last_scale
         losses, sums, counts, sample_ids = zip(*self._micro_batches, strict=True)
         self._micro_batches.clear()
@@ -104,8 +104,8 @@ class StepNumbers:
         work = total.tokens, flops, totals.samples
         self.pending.append(FinishedStep(step, numbers, torch.stack(counts), list(sample_ids), *work))
         guard = self.config.guard
-        # The host waits for the device only where something depends on the numbers: a record, the limit of the next
-        # gradient norm, a reduction of the learning rate, the end of the run by skipped steps.
+        # The host waits for the device only if something depends on the numbers: the limit of the next gradient norm, a
+        # cut of the learning rate, or the end of the run by skipped steps. For records, `Trainer.end_step` fetches.
         if (
             not self.defer_fetch
             or guard.grad_norm_spike is not None
@@ -117,7 +117,7 @@ class StepNumbers:
     def fetch(self) -> None:
         """Wait for the device, and count each step since the last call as accepted or skipped (collective).
 
-        Call it before reading counters, curves or the guard's state. It is a `NumericalError` if a skipped step ends
+        Call this before you read counters, curves or the guard's state. Raise `NumericalError` if a skipped step ends
         the run by the settings of `guard`.
         """
         pending, self.pending = self.pending, []
@@ -143,13 +143,13 @@ class StepNumbers:
         """Return each step's training loss over all ranks if the plateau schedule needs it (collective)."""
         if self.plateau is None or not self.plateau.uses_training_loss:
             return [None] * len(steps)
-        # [steps, 2, S]: sums and counts over this rank's micro-batches.
+        # Sums and counts over this rank's micro-batches: [steps, 2, S].
         local = torch.stack([torch.stack([step.sums.sum(0), step.counts.sum(0)]) for step in steps])
         totals = self.engine.sum(local, "all-reduce of the losses that the learning rate follows")
         return [self.components.objective.stats.summary(sums, counts)["loss/total"] for sums, counts in totals]
 
     def _skip(self, step: FinishedStep) -> None:
-        """Record a skipped step with the samples of all ranks; end the run if the guard says so (collective)."""
+        """Record a skipped step with the samples of all ranks. End the run if the guard says so (collective)."""
         split = self.components.store.split("train")
         pairs = zip(step.sample_ids, step.losses.tolist(), strict=True)
         records = [{"samples": split.group_by_source(ids), "loss": loss} for ids, loss in pairs]
@@ -160,7 +160,7 @@ class StepNumbers:
 
 
 def _create_plateau(config: RunConfig, state: TrainState) -> Plateau | None:
-    """Return the plateau schedule; clear its state under other values of `schedule.lr`."""
+    """Return the plateau schedule if `schedule.lr` asks for it. Otherwise clear its state."""
     if config.schedule.lr != "plateau":
         state.lr_cuts, state.plateau_best, state.plateau_since, state.plateau_losses = 0, None, 0, []
         return None

@@ -1,6 +1,6 @@
-"""`Trainer`: one training run, opened, trained step by step and closed. The loop itself is in `train.py`.
+"""`Trainer`: opens a training run, runs its steps and closes it. The loop itself is in `train.py`.
 
-What a run does beside its steps is in callbacks, see `mmldlm.trainer.callbacks`.
+Everything that a run does beside its steps is in callbacks, see `mmldlm.trainer.callbacks`.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from mmldlm.utils.callback import Callback
 class Trainer:
     """Context manager of a training run, with the methods that the loop in `train.py` calls for each step.
 
-    `steps_done` is the number of steps before the present one, of which noise, learning rate and batch size are
-    functions. A `step` is counted from 1, as in records and callbacks.
+    A `step` is counted from 1, as in records and callbacks. `steps_done` is the number of steps before it. Noise,
+    learning rate and batch size are functions of `steps_done`.
 
-    Entering it opens and locks the run folder, restores the run's state and writes the start-up report; leaving it
-    records how the run ended. `launch` is read from the environment variables by default. After step `stop_at` the run
-    saves and stops as by a signal, on all ranks alike.
+    On entry it opens and locks the run folder, restores the run's state and writes the start-up report. On exit it
+    records how the run ended. By default, `launch` is read from environment variables. After step `stop_at` the run
+    saves and stops on all ranks, as after a signal.
     """
 
     def __init__(self, config: RunConfig, launch: LauncherEnv | None = None, stop_at: int | None = None):
@@ -66,8 +66,8 @@ class Trainer:
     # --- opening and closing -------------------------------------------------------------------------------
 
     def __enter__(self) -> Trainer:
-        # Imports are no garbage, and many: collections during the run need not look through them. But an earlier run of
-        # this process may have left its network in cycles.
+        # Imported objects are many and no garbage, so collections during the run need not look at them. But collect
+        # once before: an earlier run of this process may have left its network in reference cycles.
         gc.collect()
         gc.freeze()
         self._end.callback(gc.unfreeze)
@@ -86,10 +86,10 @@ class Trainer:
         try:
             self._end.end(error, self.config, self.state.step)
         finally:
-            self.callbacks.clear()  # which may hold this trainer: a cycle would keep network and loader in memory
+            self.callbacks.clear()  # they may hold this trainer, and a cycle would keep network and loader in memory
 
     def _start(self, restored: RestoredRun, fingerprint: Mapping[str, str]) -> None:
-        """Open everything that a step needs, and write and print the start-up report."""
+        """Open everything that a step needs. Write and print the start-up report."""
         engine, end = self.engine, self._end
         engine.model.train()
         self.config, self.components, changes, notes = fit_run(self.config, self.components, engine, self.state)
@@ -115,14 +115,14 @@ class Trainer:
         warm_up(engine, self.components)
 
     def add_callback(self, callback: Callback) -> None:
-        """Call a callback in each step from now on, after those that are there, and close it at the end of the run."""
+        """Call this callback in each step from now on, after the existing ones. Close it at the end of the run."""
         self.callbacks.append(callback)
         self._end.callback(callback.close)
 
     # --- one optimizer step --------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[tuple[int, list[Batch]]]:
-        """Yield for each remaining step (steps done before it, this rank's micro-batches); save the run at the end."""
+        """Yield (steps done before it, this rank's micro-batches) for each remaining step. Save the run at the end."""
         if self._is_at_stop:
             self._stop(by_signal=False)
         batches = self.components.loader.steps(self.state.step, self.config.train.steps, self.state.samples_drawn)
@@ -138,8 +138,8 @@ class Trainer:
             if self.engine.watchdog is not None:
                 self.engine.watchdog.step = steps_done
             if self.config.model.dropout:
-                # The only random draw that is not a function of (seed, step, slot). Hashes of integers are the same in
-                # every process, unlike those of strings: a resumed run repeats them.
+                # Dropout is the only random draw that is not a function of (seed, step, slot). Unlike hashes of text,
+                # hashes of integers are the same in every process, so a resumed run repeats them.
                 torch.manual_seed(hash((self.config.run.seed, steps_done, self.engine.rank)) % 2**63)
             for callback in self.callbacks:
                 callback.before_step(steps_done + 1)
@@ -161,11 +161,11 @@ class Trainer:
 
     @phase("sync")
     def sync(self, steps_done: int, noised: Sequence[NoisedBatch]) -> StepTotals:
-        """Start to sum over the ranks what each must know of the step, in one all-reduce of float64 (collective).
+        """Start the one all-reduce of a step, in float64, and return its pending sums (collective).
 
-        The all-reduce runs beside the first forward pass, after which the loss needs it. Besides the denominators of
-        the losses these are the sizes of the step, and requests and progress of single ranks, on which all ranks can
-        thus act at the end of the same step.
+        It sums the denominators of the losses, the sizes of the step, and requests and progress of single ranks. So all
+        ranks can act on a request at the end of the same step. The all-reduce runs beside the first forward pass, and
+        the loss waits for it.
         """
         layouts = [batch.layout.without_filler() for batch in noised]
         counts = StepCounts(
@@ -184,15 +184,15 @@ class Trainer:
         return StepTotals(*exchanged.split(len(denominators)), samples)
 
     def accumulate(self, noised: Sequence[NoisedBatch]) -> Iterator[NoisedBatch]:
-        """Yield the micro-batches on the device; gradients are reduced in the backward pass of the last one only.
+        """Yield the micro-batches on the device. Only the backward pass of the last one reduces gradients.
 
-        Those that graphs compute are yielded on the host: each graph has memory for them.
+        With CUDA graphs they are yielded on the host, because each graph has device memory for its inputs.
         """
         on_device = noised if self.replays is not None else [batch.to(self.engine.device) for batch in noised]
         return self.engine.accumulate(on_device)
 
     def forward_backward(self, batch: NoisedBatch, totals: StepTotals) -> None:
-        """Add a micro-batch's share of the step's gradients to them, by a graph if there is one, and log its losses."""
+        """Add a micro-batch's gradients to those of the step, by a graph if there is one, and keep its losses."""
         if self.replays is None:
             loss, sums = self.compute(batch, totals.denominators)
         else:
@@ -202,25 +202,25 @@ class Trainer:
         self.numbers.add(loss, sums, batch)
 
     def compute(self, batch: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, ...]:
-        """Run `loss` and `backward`; return their detached results. Graphs record this method, see `GraphReplays`."""
+        """Run `loss` and `backward`, and return detached results. Graphs record this method, see `GraphReplays`."""
         loss, sums = self.loss(batch, totals)
         self.backward(loss)
         return loss.detach(), sums
 
     @phase("forward")
     def loss(self, batch: NoisedBatch, totals: Sequence[float] | Tensor) -> tuple[Tensor, Tensor]:
-        """Return this micro-batch's share of the step's loss, 0-d on the device, and its loss sums: see `Objective`."""
+        """Return this micro-batch's share of the loss of the step (0-d, on the device) and its loss sums."""
         return self.components.objective(self.engine.forward, batch, totals)
 
     @phase("backward")
     def backward(self, loss: Tensor) -> None:
-        """Run the backward pass; a non-finite loss makes all gradients NaN, so that all ranks skip the step."""
+        """Run the backward pass. A non-finite loss makes all gradients NaN, so that all ranks skip the step."""
         # The factor is NaN if the loss is non-finite, and 1 otherwise.
         self.engine.backward(loss * (1 + 0 * loss.detach()))
 
     @phase("update")
     def update(self, steps_done: int) -> StepResult:
-        """Clip, step the optimizer and update the EMA; skip all of it if the gradient norm is non-finite or a spike."""
+        """Clip, step the optimizer and update the EMA, unless the gradient norm is non-finite or a spike."""
         config, state = self.config, self.state
         self.engine.complete_gradients()
         for callback in self.callbacks:
@@ -231,12 +231,12 @@ class Trainer:
         return StepResult(lr, norm)
 
     def end_step(self, steps_done: int, totals: StepTotals, result: StepResult) -> None:
-        """Count and log the step, call the callbacks, and save if it is due or requested.
+        """Count and log the step, call the callbacks, and save if a checkpoint is due or requested.
 
         Raises:
             MmldlmError: The checkpoint in progress could not be written.
             NumericalError: A skipped step ends the run by the settings of `guard`, or the ranks' weights differ.
-            StoppedBySignal: A rank received a signal to stop, or `stop_at` is reached; a checkpoint has been saved.
+            StoppedBySignal: A rank received a stop signal, or `stop_at` is reached. A checkpoint has been saved.
         """
         state, checkpointer = self.state, self.checkpointer
         checkpointer.record(checkpointer.advance(totals.counts.ready, totals.counts.failed), self.tracker)
@@ -249,7 +249,7 @@ class Trainer:
             self.log.write(step, result.lr)
         for callback in self.callbacks:
             callback.after_step(step)
-        # The last step's checkpoint is saved by `steps`, which also waits for it.
+        # `steps` saves the checkpoint of the last step, and waits for it.
         if (checkpointer.due(step) or totals.counts.save) and step < self.config.train.steps:
             self.save()
         if totals.counts.stop or self._is_at_stop:
@@ -269,11 +269,11 @@ class Trainer:
     # --- checkpoints ---------------------------------------------------------------------------------------
 
     def save(self, wait: bool = False, validation_loss: float | None = None) -> None:
-        """Start a checkpoint of the present state unless this step has one (collective); `wait` for its end."""
+        """Start a checkpoint of the present state unless this step has one, and `wait` for it if asked (collective)."""
         self.numbers.fetch()
         if self.checkpointer.saved_at != self.state.step:
             with self.log.paused():
-                # Flushes the curves before the checkpoint exists: a kill in between leaves no gap after resuming.
+                # Flush the curves before the checkpoint exists. Then a kill leaves no gap in them after resuming.
                 self.tracker.heartbeat(self.state.step, "saving")
                 if self.engine.loss_scale is not None:
                     self.state.loss_scale, self.state.steps_at_scale = self.engine.loss_scale.get_state()

@@ -1,4 +1,4 @@
-"""Evaluation of a run on held-out samples while it trains: losses, figures, texts, and metrics of generations."""
+"""Evaluates a run on held-out samples while it trains: losses, figures, texts, and metrics of generations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmldlm.utils.callback import Callback
 
 
 class _Evaluation(Callback):
-    """Callback that computes with the network of a run outside of its steps."""
+    """Base class of callbacks that compute with the network between steps."""
 
     def __init__(self, config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers):
         self.config, self.components, self.engine, self.numbers = config, components, engine, numbers
@@ -28,9 +28,9 @@ class _Evaluation(Callback):
 
     @contextmanager
     def eval_mode(self, activity: str) -> Iterator[LoadedRun]:
-        """Yield the network for evaluation: no dropout, no gradients, EMA weights if `ema.eval_weights` says so.
+        """Yield the network for evaluation: no dropout, no gradients, and EMA weights if `ema.eval_weights` says so.
 
-        The time spent here is not counted as time of a step; heartbeats report `activity`.
+        The clock of the steps stops meanwhile, and heartbeats report `activity`.
         """
         config, components, engine, log = self.config, self.components, self.engine, self.log
         self.numbers.fetch()
@@ -50,12 +50,12 @@ class _Evaluation(Callback):
                     weights=config.ema.eval_weights,
                     has_ema=config.ema.decay > 0,
                 )
-            # Not in a `finally`: an error in the body ends the run, see `Engine.ema_scope`.
+            # No `finally`: an error in the body ends the run, see `Engine.ema_scope`.
             engine.unwrapped_model.train()
 
 
 class Validation(_Evaluation):
-    """Losses on the validation split, with figures and samples; the best checkpoints are kept by them."""
+    """Measures losses on the validation split, logs figures and samples, and keeps the best checkpoints."""
 
     def __init__(
         self, config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers, save: Callable[..., None]
@@ -64,7 +64,7 @@ class Validation(_Evaluation):
         self.save = save
 
     def after_step(self, step: int) -> None:
-        """Validate if it is due, and save a checkpoint if the loss is among the best (collective)."""
+        """Validate if it is due, and save a checkpoint if the loss is one of the lowest (collective)."""
         config, components, engine, log = self.config, self.components, self.engine, self.log
         if not config.validation_due(step, components.store.manifest.splits["train"].samples):
             return
@@ -89,7 +89,7 @@ class Validation(_Evaluation):
 
 
 class Quality(_Evaluation):
-    """Metrics of texts and latents generated with the present weights."""
+    """Measures the quality of texts and latents that the present weights generate."""
 
     def after_step(self, step: int) -> None:
         """Evaluate and log if it is due (collective)."""

@@ -1,23 +1,23 @@
-"""`Callback`: what a run does beside its steps."""
+"""`Callback`: base class of everything that a run does beside its steps, such as validation or profiling."""
 
 from __future__ import annotations
 
 
 class Callback:
-    """A feature of a run; subclasses implement what they need.
+    """Base class of a run's features. Override the methods that you need.
 
-    All ranks call the methods of all callbacks in the order of `mmldlm.trainer.callbacks`, so they may be collective.
-    Steps are counted from 1. What belongs in a checkpoint is in the run's `TrainState`.
+    All ranks call the methods of all callbacks in the order of `mmldlm.trainer.callbacks`, so a method may be
+    collective. Steps are counted from 1. A callback keeps nothing for checkpoints: store such state in `TrainState`.
     """
 
     def before_step(self, step: int) -> None:
-        """Prepare for a step, before its first micro-batch is used."""
+        """Prepare for a step. Called before the first micro-batch of the step is used."""
 
     def before_update(self, step: int) -> None:
-        """Read the gradients of a step, before they are clipped; `Engine.gradients` yields them."""
+        """Read the gradients of a step, which `Engine.gradients` yields. Called before they are clipped."""
 
     def after_step(self, step: int) -> None:
-        """Act on a step, whose update is made and whose record is written, before a checkpoint has it."""
+        """Act on a finished step. Called after its update and its record, and before the checkpoint of this step."""
 
     def close(self) -> None:
-        """Release what the callback holds, also after an error; not collective."""
+        """Release files and the like at the end of the run, also after an error (not collective)."""

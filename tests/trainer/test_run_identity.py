@@ -41,7 +41,7 @@ def test_files_of_another_run(foreign: str, stopped: Path, tmp_path: Path, capsy
     command = [*arguments(stopped, tmp_path, "a"), "run.seed=0"]
     capsys.readouterr()
     result = train.main(command), capsys.readouterr().err.splitlines()[-1] + "\n"
-    assert_user_error(result, 65, "step-00000004", "metrics.jsonl", "of the run")
+    assert_user_error(result, 65, "step-00000004", "metrics.jsonl", "run.dir")
     # As the line says: without what is not of this run, it goes on.
     (tmp_path / "a" / foreign).rename(tmp_path / "other")
     (tmp_path / "own").rename(tmp_path / "a" / foreign)
