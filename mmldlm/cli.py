@@ -19,7 +19,7 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
     "prepare": ("mmldlm.data.prepare.pipeline", "raw text to a data store"),
     "convert": ("mmldlm.contrib.lgdlm.command", "data and run configs of the LGDLM trainer"),
     "data": ("mmldlm.data.inspect", "inspect or verify a data store"),
-    "train": ("mmldlm.train", "train a run"),
+    "train": ("mmldlm.train", "train a run; --check: would it start?"),
     "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),
     "score": ("mmldlm.inference.score", "the likelihood bound of each text of a file"),
     "evaluate": ("mmldlm.evaluate", "evaluate a run on held-out documents"),
@@ -33,7 +33,6 @@ COMMANDS = {  # the module, with its function unless that is `main`, and what it
     "race": ("mmldlm.tools.race.command", "train changes of a run until each is decided: better, or luck"),
     "report": ("mmldlm.tools.report.command", "summarize and compare runs in figures and numbers"),
     "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
-    "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
 }
 # Use torch's devices.
 COMPUTE_COMMANDS = ("train", "sample", "score", "evaluate", "verify", "explain")
@@ -75,7 +74,7 @@ def main(argv: list[str] | None = None) -> int:
         # A reader such as `head` has closed the pipe: end as other programs do.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)
-    if argv is None and name in ("train", "doctor", "evaluate", "sample", "score"):
+    if argv is None and name in ("train", "evaluate", "sample", "score"):
         exit_process(status)
     return status
 

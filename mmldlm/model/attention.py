@@ -46,7 +46,7 @@ class AttentionConfig:
         "kernel of the joint attention; auto: on CUDA varlen in bf16 or fp16 on Ampere or newer, otherwise efficient, "
         "each where it takes the head width (model.width / model.num_heads); elsewhere sdpa by groups of equal length; "
         "varlen is FlashAttention 4 where flash-attn-4 is installed, on compute capability 9 and 10. "
-        "`mmldlm doctor` and the dry run say which",
+        "`mmldlm train CONFIG --check` and the dry run say which",
     )
 
 

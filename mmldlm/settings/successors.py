@@ -31,6 +31,7 @@ REMOVED_WORDS = {
     **dict.fromkeys(("compare --until", "compare --seeds"), "use `mmldlm race A.yaml B.yaml`, which trains both"),
     "align": "map the new vectors to the run's latents yourself, and give those to a bundle of `mmldlm export`",
     "sample --watch": "read the finished texts",
+    "doctor": "use `mmldlm train CONFIG --check`, and `mmldlm train --check` for the machine alone",
     "demo": "use `python examples/demo.py RUN` of the checkout",
     **dict.fromkeys(("prepare --cluster", "prepare --cluster-option"), "use --processes, or prepare on one machine"),
     "checkpoints verify": "use `mmldlm verify FOLDER`, of a run or a checkpoint",

@@ -160,7 +160,7 @@ def test_the_command_trains(gpus: int, tmp_path: Path, tiny_config: Path, capsys
         **os.environ,
         "PATH": path,
         "OMP_NUM_THREADS": "1",
-        "DOCTOR": "skip",
+        "NODE_CHECK": "skip",
         "LOG_DIR": str(tmp_path / "logs"),
     }
     done = subprocess.run(
