@@ -1,6 +1,6 @@
-"""`mmldlm train [CONFIG] --check`: what would stop or slow a run: this machine, the run on it, and its ranks.
+"""`mmldlm train [CONFIG] --check`: find problems of this machine, of a run on it, and between its ranks.
 
-Nothing is trained, and nothing is left behind.
+It trains nothing and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from mmldlm.trainer.setup import build_components, check_settings, step_plan
 from mmldlm.utils.printable import printable
 
 _MIB, _GIB = 2**20, 2**30
-_SHARED_MEMORY_MIB_PER_PROCESS = 256  # batches of loader workers, and NCCL's buffers within a machine
+_SHARED_MEMORY_MIB_PER_PROCESS = 256  # for batches of loader workers, and NCCL's buffers within a machine
 _MIN_OPEN_FILES = 4096
 _MIN_FREE_GIB = 1
 
@@ -49,8 +49,8 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        remedy: What to do about it; "" if the status is "ok".
-        exit_code: Exit code of the command if this is its only failure.
+        remedy: How to mend it; "" if the status is "ok".
+        exit_code: Exit code of the command if nothing else fails.
     """
 
     status: Literal["ok", "warn", "fail"]
@@ -71,7 +71,7 @@ def exit_code(findings: Sequence[Finding]) -> int:
 
 
 def format_report(findings: Sequence[Finding]) -> str:
-    """Return one line per finding, each followed by its remedy, and a summary line."""
+    """Return a line for each finding, its remedy below it, and a summary."""
     width = max(len(finding.name) for finding in findings)
     lines = []
     for finding in findings:
@@ -87,7 +87,7 @@ def format_report(findings: Sequence[Finding]) -> str:
 
 
 def check_gpus(processes: int) -> Finding:
-    """Check that there is one GPU per process."""
+    """Check that there is a GPU for each process."""
     count, properties = torch.cuda.device_count(), torch.cuda.get_device_properties(0)
     result = f"{count} for {processes} process{'es' * (processes > 1)}, driver {driver_version() or 'unknown'}"
     if count < processes:
@@ -108,11 +108,11 @@ def driver_version() -> str | None:
 
 
 def check_cores(processes: int) -> Finding:
-    """Check that there is one core per process, and no GPU that torch cannot use."""
+    """Check that there is a core for each process, and no GPU that torch cannot use."""
     cores = len(os.sched_getaffinity(0))
     result = f"{cores} for {processes} process{'es' * (processes > 1)}, no GPU"
     if driver := driver_version():
-        # torch says in a warning why CUDA cannot be used.
+        # torch gives the reason in a warning.
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             torch.cuda.is_available()
@@ -125,7 +125,7 @@ def check_cores(processes: int) -> Finding:
 
 
 def check_backend(device: str) -> Finding:
-    """Check that torch has the communication backend of the device."""
+    """Check that torch was built with the communication backend for this device."""
     backend = backend_of(device)
     version = backend_version(backend)
     if version is None:
@@ -135,8 +135,8 @@ def check_backend(device: str) -> Finding:
     return ok("backend", f"{backend} {version}" if backend == "nccl" else f"{backend} of torch {version}")
 
 
-def check_shared_memory(processes: int, folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - of the loaders
-    """Check the free space of the tmpfs in `folder`."""
+def check_shared_memory(processes: int, folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - for the loaders
+    """Check the free space of `folder`, a tmpfs."""
     name, needed = "shared memory", processes * _SHARED_MEMORY_MIB_PER_PROCESS
     try:
         free = shutil.disk_usage(folder).free // _MIB
@@ -161,7 +161,7 @@ def check_open_files() -> Finding:
 
 
 def check_attention(config: RunConfig, device: str) -> Finding:
-    """Check that the configured attention runs on this machine; the finding says which kernel is taken."""
+    """Check that the configured attention runs on this machine. The finding names the kernel."""
     config = resolve_precision(config)
     try:
         backend = attention_backend(config, device)
@@ -171,7 +171,7 @@ def check_attention(config: RunConfig, device: str) -> Finding:
 
 
 def check_store(config: RunConfig) -> tuple[Store | None, Finding]:
-    """Open the data store and its tokenizer; return the store, or None, and the finding."""
+    """Open the data store and its tokenizer. Return the store (None if that fails) and the finding."""
     try:
         store = open_data(config.data.location)
         Tokenizer.load(store.path / "tokenizer")
@@ -183,13 +183,13 @@ def check_store(config: RunConfig) -> tuple[Store | None, Finding]:
 
 
 def check_init(config: RunConfig, store: Store) -> list[Finding]:
-    """Check that weights of `init` can be taken; nothing if it names none, or if the run has checkpoints to resume."""
+    """Check that the weights of `init` fit. No finding if `init` names none, or if the run would resume instead."""
     resumes = config.resume != "never" and any((Path(config.run.dir) / "checkpoints").glob("step-*"))
     try:
         source = {} if resumes else find_source(config.init)
         if not source:
             return []
-        # The configured attention may be refused on the CPU, and has no influence on the parameters.
+        # The configured attention may not run on a CPU. It does not change the parameters.
         model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
         start = warm_start(source, config, store, model.initial_weights(config.run.weights_seed))
     except MmldlmError as error:
@@ -198,17 +198,17 @@ def check_init(config: RunConfig, store: Store) -> list[Finding]:
 
 
 def check_disk(config: RunConfig, store: Store | None) -> Finding:
-    """Check the free space at run.dir: for the most checkpoints that the run keeps at once, at least 1 GiB."""
+    """Check the disk at run.dir: it needs room for as many checkpoints as the run keeps at once, and at least 1 GiB."""
     folder = Path(config.run.dir)
     existing = next(path for path in [folder, *folder.resolve().parents] if path.exists())
     free = shutil.disk_usage(existing).free
     needed, reason = float(_MIN_FREE_GIB * _GIB), "records and logs"
     if store is not None:
-        # One more than are kept, since a new one is complete before an old one is removed.
+        # One more than the run keeps: it removes an old checkpoint only after a new one is complete.
         count = config.checkpoint.retention.max_checkpoints(config.train.steps) + 1
         checkpoints = count * estimate(config, store, 1).checkpoint_mib * _MIB
-        with suppress(OSError):  # a running run may remove some in the meantime
-            # Checkpoints of an earlier start are among those that the run keeps, and take their space already.
+        with suppress(OSError):  # a run that is training may remove some meanwhile
+            # Checkpoints of an earlier start count among the kept ones, and already take their space.
             checkpoints -= sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))
         if checkpoints > needed:
             needed, reason = checkpoints, f"{count} checkpoints"
@@ -219,7 +219,7 @@ def check_disk(config: RunConfig, store: Store | None) -> Finding:
 
 
 def check_folder(run_dir: Path) -> Finding:
-    """Check that a file can be written into run.dir; nothing is left behind."""
+    """Check that a file can be written to run.dir, without leaving one behind."""
     try:
         with writable_run_folder(run_dir):
             return ok("run.dir", f"{run_dir.resolve()} can be written")
@@ -231,9 +231,9 @@ def check_folder(run_dir: Path) -> Finding:
 
 
 def check_node(config_file: str | None, overrides: Sequence[str], processes: int | None) -> int:
-    """Check this machine for so many processes, by default one for each GPU, and with a config the run on it.
+    """Check this machine for `processes` processes (default: one per GPU) and, given a config, the run on it.
 
-    Print what was found, and return the exit code.
+    Print the findings and return the exit code.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     processes = processes or max(1, torch.cuda.device_count())
@@ -250,7 +250,7 @@ def check_node(config_file: str | None, overrides: Sequence[str], processes: int
 
 
 def check_run(config_file: str, overrides: Sequence[str], device: str) -> list[Finding]:
-    """Check a config, its data, its attention on the device, and the place of its run folder."""
+    """Check a config: its data, its attention on this device, and the disk of its run folder."""
     try:
         config = load_config(config_file, overrides)
         require_paths(config, "data.path", "run.dir")
@@ -264,9 +264,9 @@ def check_run(config_file: str, overrides: Sequence[str], device: str) -> list[F
 
 
 def check_start(config: RunConfig, launch: LauncherEnv) -> None:
-    """Start the engine and compare config, data, versions and run folder of the ranks; print what was seen.
+    """Start the engine, compare config, data, versions and run folder of all ranks, and print the result.
 
-    Nothing is left behind. What would end a run's start is raised as it is there.
+    Nothing is left behind. An error that would end the start of a run is raised here as well.
     """
     config, run_dir = resolve_precision(config, launch.mixed_precision), Path(config.run.dir)
     check_settings(config, launch, "cuda" if torch.cuda.is_available() else "cpu")
@@ -278,7 +278,7 @@ def check_start(config: RunConfig, launch: LauncherEnv) -> None:
                 "host": socket.gethostname(),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
                 "interface": os.environ.get("GLOO_SOCKET_IFNAME", "default"),
-                "clock": time.time(),  # read on all ranks at nearly the same moment: the engine has just started
+                "clock": time.time(),  # comparable, because all ranks have just started the engine together
             }
             ranks = engine.gather(facts)
             with engine.raise_on_all_ranks("opening of the data"):
