@@ -18,7 +18,7 @@ from mmldlm.utils.printable import hide_passwords, printable
 
 
 class ExitCode(IntEnum):
-    """Exit codes of all commands; 1 is a bug."""
+    """Exit codes of all commands. Code 1 is a bug."""
 
     DONE = 0
     USAGE = 2
@@ -103,7 +103,7 @@ def exit_code_and_cause(error: BaseException | None) -> tuple[int, str]:
         return int(ExitCode.INTERRUPTED), "interrupted"
     if isinstance(error, RuntimeError) and getattr(error.__context__, "errno", None) == errno.ELOOP:
         error = error.__context__  # a link to itself, which `Path.resolve` reports so before Python 3.13
-    # A standard stream has no name; nobody reads it any more.
+    # Without a name, it is a standard stream that nobody reads any more.
     if isinstance(error, OSError) and not (isinstance(error, BrokenPipeError) and error.filename is None):
         name, reason = error.filename or "a file", error.strerror or " ".join(str(error).split())
         return int(ExitCode.STORAGE), hide_passwords(f"cannot read or write {name}: {reason or type(error).__name__}")

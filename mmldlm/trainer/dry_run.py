@@ -1,4 +1,4 @@
-"""`mmldlm train CONFIG --dry-run` prints what a run needs; `--gpus 8x80GB` says which engines and micro-batches fit."""
+"""`mmldlm train CONFIG --dry-run`: the needs of a run. `--gpus 8x80GB` adds the engines and micro-batches that fit."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ class Choice(NamedTuple):
     tokens: int  # text and latent tokens of the largest micro-batch
     engine: str
     gigabytes: float  # estimated memory of each GPU
-    excess: float  # gigabytes over the limit; 0 or less if it fits
+    excess: float  # gigabytes over the limit, 0 or less if it fits
 
 
 def print_choices(config: RunConfig, gpus: Gpus, arguments: Sequence[str]) -> None:
@@ -192,7 +192,7 @@ def search(config: RunConfig, store: Store, gpus: Gpus) -> tuple[list[Choice], E
 
 
 def micro_batches(train: TrainConfig, store: Store, world_size: int) -> tuple[str, list[int]]:
-    """Return the setting's name and the sizes to try, largest first; in tokens if the config has a token budget."""
+    """Return the setting's name and the sizes to try, largest first. With a token budget, the sizes are in tokens."""
     if budget := train.micro_batch_tokens:
         least = store.split("train").mean_length
         smaller = takewhile(lambda size: size >= least, (4 * budget >> halvings for halvings in count(1)))

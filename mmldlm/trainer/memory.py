@@ -81,7 +81,7 @@ def activation_bytes(config: RunConfig, model: MMDiT, batch: NoisedBatch, device
             kept += whole
         elif mode == "selective":
             kept += whole - tokens * text[1] - latents * latent[1]
-        else:  # only inputs are kept; a recomputed block adds to everything kept before it
+        else:  # only inputs are kept, and a recomputed block adds to everything before it
             kept += FLOAT32 * (tokens * width + latents * latent_width) + modulation * on_gpu
             backward = tokens * (2 * FLOAT32 * width + 2 * item * text_mlp.up.out_features)
             recomputed = kept + whole + backward
@@ -109,7 +109,7 @@ def _logit_bytes(vocab_size: int, rows: int, item: int, on_gpu: bool) -> int:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Memory of a step in a single process that holds all state, and the sizes by which engines divide it."""
+    """Memory of a step in a single process that holds all state, with the sizes that engines divide it by."""
 
     parameters: int
     trained_shapes: Sequence[tuple[int, ...]]
@@ -123,7 +123,7 @@ class StepMemory:
 
     @classmethod
     def of(cls, config: RunConfig, model: MMDiT, activations: int, has_gradients: bool, device_type: str) -> StepMemory:
-        """Return the memory of a step of this network; the optimizer need not exist."""
+        """Return the memory of a step of this network, whose optimizer need not exist."""
         blocks = [sum(parameter.numel() for parameter in block.parameters()) for block in model.blocks]
         parameters = sum(parameter.numel() for parameter in model.parameters())
         shapes = [tuple(parameter.shape) for parameter in model.parameters() if parameter.requires_grad]
@@ -167,7 +167,7 @@ class Sharding:
     engine: str
     precision: str
     world_size: int
-    replicas: int = 1  # groups of ranks under fsdp2; each group holds all shards
+    replicas: int = 1  # groups of ranks under fsdp2, each with all shards
 
     @property
     def shards(self) -> int:
@@ -307,7 +307,7 @@ def estimate(config: RunConfig, store: Store, world_size: int, device: str | Non
         largest = max(activation_bytes(config, model, batch, device) for batch in noised)
         most_tokens, activations = max(most_tokens, tokens), max(activations, inputs + largest)
         has_gradients |= len(noised) > 1
-        # Tokens follow the mean length of all samples; masked tokens and pairs per token are those we just read.
+        # Tokens follow the mean length of all samples. Masked tokens and pairs per token are as we just read them.
         layouts, count = [batch.layout for batch in noised], size.global_batch_size
         mean_tokens = split.mean_length * count
         factor = mean_tokens / sum(layout.num_tokens for layout in layouts)

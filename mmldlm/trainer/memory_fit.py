@@ -1,4 +1,4 @@
-"""Try the largest micro-batch before the first step; `train.auto_micro_batch` halves micro-batches until they fit.
+"""Try the largest micro-batch before the first step. `train.auto_micro_batch` halves micro-batches until they fit.
 
 Every rank tries a forward and backward pass on its own. That is impossible if the engine shards weights, because a
 forward pass then gathers them from all ranks: under such an engine, the first step is the trial.
@@ -36,7 +36,7 @@ def fit_run(
     """Try the largest micro-batch of the steps after `state` on all ranks (collective).
 
     Return config and components with sizes that fit, a record of each change, and lines for the user. A micro-batch
-    that does not fit is a `ConfigError`; with `train.auto_micro_batch` this happens only to a single sample.
+    that does not fit is a `ConfigError`. With `train.auto_micro_batch`, that can only be a single sample.
     """
     train, loader = config.train, components.loader
     # On a CPU, only on request: Linux grants any memory and kills a process that uses too much.

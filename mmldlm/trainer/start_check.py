@@ -49,7 +49,7 @@ class Finding:
     """Result of one check.
 
     Attributes:
-        remedy: How to mend it; "" if the status is "ok".
+        remedy: How to mend it, empty if the status is "ok".
         exit_code: Exit code of the command if nothing else fails.
     """
 
@@ -98,7 +98,7 @@ def check_gpus(processes: int) -> Finding:
 
 
 def driver_version() -> str | None:
-    """Return the version of the NVIDIA driver; None if nvidia-smi finds none."""
+    """Return the version of the NVIDIA driver, or None if nvidia-smi finds none."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=30)

@@ -131,7 +131,7 @@ def startup_report(
         "parameters_total": sum(components.parameters.values()),
         "parameters_trainable": components.trainable,
         "frozen": list(config.freeze),
-        # The first stage's sizes are entries of the report itself; later stages are nested.
+        # Sizes of the first stage are entries of the report itself, and later stages are nested.
         **batches.pop(0),
         "batch_schedule": {str(step): sizes for step, sizes in batches.items()},
         "warmup_steps": resolved_warmup(config.optim, config.train.steps),
@@ -152,7 +152,7 @@ def startup_report(
 
 
 def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
-    """Return share, samples and epochs of each store in a mixture, over the whole run; empty for a single store."""
+    """Return share, samples and epochs of each store in a mixture over the whole run, or nothing for a single store."""
     split = components.store.split("train")
     epochs = components.loader.order.epochs(config.train.samples_before(config.train.steps))
     sources = [
