@@ -27,11 +27,11 @@ EXCLUDED = {
     ),
     "compile.graphs: true": (
         (FSDP2, *ZERO_ENGINES),
-        "a recorded pass would have to contain the collectives",
+        "recorded passes cannot contain its collectives",
     ),
     "train.auto_micro_batch: true": (
         WEIGHT_SHARDING_ENGINES,
-        "no rank can try a micro-batch alone: `mmldlm train CONFIG --dry-run --gpus 8x80GB` estimates which fit",
+        "no rank can try a micro-batch alone (`mmldlm train CONFIG --dry-run --gpus 8x80GB` estimates which fit)",
     ),
 }
 
@@ -45,9 +45,10 @@ def check_supported(setting: str, engine: str) -> None:
     """Raise `ConfigError` unless `engine` runs `setting`, "key: value"."""
     if not supports(setting, engine):
         key, value = setting.split(": ")
-        others = ", ".join(other for other in ALL_ENGINES if supports(setting, other))
+        others = " or ".join(other for other in ALL_ENGINES if supports(setting, other))
         raise ConfigError(
-            f"{key}: found {value} under engine {engine}, where {EXCLUDED[setting][1]}; expected an engine of {others}"
+            f"{key}: found {value}, which engine {engine} cannot run, because {EXCLUDED[setting][1]}; expected engine "
+            f"{others}"
         )
 
 

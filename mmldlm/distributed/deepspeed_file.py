@@ -147,7 +147,7 @@ class DeepSpeedFile:
         }
         zero.update({key: size for key, size in sizes.items() if zero.get(key) == AUTO})
         problems += [
-            f'{name}: "auto" is not supported here, expected a value; remove it'
+            f'{name}: "auto" is not supported for this key; give a value, or remove the key'
             for name, value in flatten(resolved).items()
             if value == AUTO
         ]
@@ -184,7 +184,7 @@ def read_deepspeed(path: str, variables: Mapping[str, str], world_size: int, loc
     unused = [key for key, value in (content or {}).items() if key in LEFT_OUT and value not in (False, None, AUTO)]
     notices = [f"{name}: no effect here: {', '.join(unused)}"] if unused else []
     notices += [
-        f"{name}: zero_optimization.{key}: the curve differs from that of the other engines"
+        f"{name}: zero_optimization.{key}: the loss curve will differ from other engines"
         for key in QUANTIZED
         if getattr(zero, key)
     ]

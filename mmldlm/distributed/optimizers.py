@@ -22,7 +22,7 @@ def check_device(config: OptimConfig, offloaded: bool, device_type: str) -> None
     """Raise `ConfigError` if the optimizer's kernels do not run on this type of device, "cuda" or "cpu"."""
     if config.name == "deepspeed_adam" and not offloaded and device_type != "cuda":
         raise ConfigError(
-            f"optim.name: deepspeed_adam is DeepSpeed's FusedAdam here, which is for CUDA, found {device_type}; "
+            f"optim.name: found deepspeed_adam, but without offload its kernel needs CUDA, and this is {device_type}; "
             "expected adamw, or an engine that offloads the optimizer: zero2_offload, zero3_offload"
         )
 
@@ -31,7 +31,7 @@ def check_state_compatible(saved: OptimizerName, requested: OptimizerName) -> No
     """Raise `ConfigError` if optimizer `requested` cannot resume from the state of optimizer `saved`."""
     if (saved == "muon") != (requested == "muon"):
         raise ConfigError(
-            f"optim.name: the checkpoint holds the state of {saved}, from which {requested} cannot resume; expected "
+            f"optim.name: found {requested}, which cannot resume from the optimizer state of {saved}; expected "
             f"{saved if saved == 'muon' else 'adamw or deepspeed_adam'}"
         )
 

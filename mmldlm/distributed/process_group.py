@@ -66,7 +66,7 @@ def kept_variables(config: DistributedConfig) -> list[str]:
     return [
         *(f"{name}: no effect; use distributed.{SUPERSEDED[name]}" for name in SUPERSEDED if name in os.environ),
         *(
-            f"{name}: {value} of the environment is kept, {ours[name]} of the settings (distributed) has no effect"
+            f"{name}: the value {value} from the environment is used, not {ours[name]} from the settings in distributed"
             for name, value in kept.items()
         ),
     ]

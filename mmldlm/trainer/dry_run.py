@@ -138,10 +138,10 @@ def print_choices(config: RunConfig, gpus: Gpus, arguments: Sequence[str]) -> No
     failure_s = 3600 * GPU_HOURS_BETWEEN_FAILURES / gpus.count
     interval_s = save_interval(save_s, failure_s)
     print(
-        f"save every {human_duration(interval_s)}, by Young/Daly for saves of {save_s:.2g} s (1 GB/s for each process) "
-        f"and an interruption every {failure_s / 3600:,.0f} h (that of Llama 3's GPUs, arXiv 2407.21783)"
+        f"save every {human_duration(interval_s)}: by Young/Daly, if a save takes {save_s:.2g} s (1 GB/s per process) "
+        f"and there is an interruption every {failure_s / 3600:,.0f} h (as on Llama 3's GPUs, arXiv 2407.21783)"
     )
-    print(f"first choice: {best.engine}; it keeps a GPU busy, then recomputes least, then has the simplest engine")
+    print(f"first choice: {best.engine} (keeps a GPU busy, then recomputes least, then has the simplest engine)")
     settings = (
         best.micro_batch,
         f"memory.activation_checkpointing={best.checkpointing}",
@@ -217,8 +217,8 @@ def first_choice(choices: Sequence[Choice], gpus: Gpus) -> Choice:
         )
     least = format_number(min(choice.gigabytes for choice in choices))
     raise ConfigError(
-        f"--gpus: nothing fits into {USABLE_SHARE:.0%} of {gpus.gigabytes:g} GB, the least is {least} GB; what helps: "
-        "more GPUs under fsdp2 or zero3, zero3_offload, more memory, a smaller network, shorter samples"
+        f"--gpus: nothing fits into {USABLE_SHARE:.0%} of {gpus.gigabytes:g} GB, the smallest choice needs {least} GB; "
+        "try more GPUs under fsdp2 or zero3, zero3_offload, GPUs with more memory, a smaller network or shorter samples"
     )
 
 
@@ -226,7 +226,7 @@ def table(choices: Sequence[Choice], gpus: Gpus) -> list[str]:
     """Return a table with a row for each micro-batch and a column for each engine."""
     rows = [list(row) for _, row in groupby(choices, key=lambda choice: choice[:3])]
     lines = [
-        f"GB of each of {gpus.count} GPUs of {gpus.gigabytes:g} GB by the estimate, which may fill {USABLE_SHARE:.0%}; "
+        f"estimated GB on each of {gpus.count} GPUs with {gpus.gigabytes:g} GB, {USABLE_SHARE:.0%} of it usable; "
         "(+x): x GB too many",
         f"{'micro-batch':<32}{'tokens':>8}  {'recomputed':<11}" + "".join(f"{choice.engine:>18}" for choice in rows[0]),
     ]

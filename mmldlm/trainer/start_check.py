@@ -193,7 +193,9 @@ def check_init(config: RunConfig, store: Store) -> list[Finding]:
         model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
         start = warm_start(source, config, store, model.initial_weights(config.run.weights_seed))
     except MmldlmError as error:
-        return [fail("init", str(error), "docs/checkpoints.md, Start from a trained model", exit_code=error.exit_code)]
+        return [
+            fail("init", str(error), "see docs/checkpoints.md, Start from a trained model", exit_code=error.exit_code)
+        ]
     return [ok("init", "; ".join(line.strip() for line in start.notes))]
 
 
@@ -255,7 +257,7 @@ def check_run(config_file: str, overrides: Sequence[str], device: str) -> list[F
         config = load_config(config_file, overrides)
         require_paths(config, "data.path", "run.dir")
     except ConfigError as error:
-        return [fail("config", str(error), "docs/settings.md lists the keys")]
+        return [fail("config", str(error), "see docs/settings.md, which lists the keys")]
     store, finding = check_store(config)
     findings = [ok("config", config_file), check_attention(config, device), finding]
     if store is not None:

@@ -115,7 +115,7 @@ def startup_report(
             *kept_variables(distributed),
             *data_notices(config, components.store, engine.world_size, engine.device.type),
             *precision_notices(config.precision, engine.device.type),
-            *["profile.memory_history: remembers allocations on a GPU; a CPU has none"]
+            *["profile.memory_history: has no effect on a CPU, because it records a GPU's allocations"]
             * (config.profile.memory_history > 0 and not on_cuda),
         ],
         "world_size": engine.world_size,
@@ -180,11 +180,14 @@ def data_notices(config: RunConfig, store: Store, world_size: int, device_type: 
     channels, longest = store.manifest.latent.channels, store.manifest.max_length
     rows, above = divmod(longest + store.manifest.latent.tokens, TILE_ROWS)
     notices += [
-        f"rows of the longest sample {rows * TILE_ROWS + above}: {above} above a multiple of {TILE_ROWS}, the tile of "
-        f"attention; `mmldlm prepare --max-length {longest - above}` makes it faster"
+        f"the longest sample has {rows * TILE_ROWS + above} rows, {above} above a multiple of {TILE_ROWS}, the tile of "
+        f"attention: `mmldlm prepare --max-length {longest - above}` would make it faster"
     ] * (device_type == "cuda" and rows > 0 and 0 < above <= TILE_ROWS // 8)
     if (width := config.model.resolve_latent_width(channels)) < channels:
-        notices.append(f"model.latent_width {width} cannot pass {channels} channels; it and model.width need as many")
+        notices.append(
+            f"model.latent_width {width} cannot pass on all {channels} latent channels; expected at least {channels}, "
+            "also for model.width"
+        )
     return notices
 
 
