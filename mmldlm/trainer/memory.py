@@ -20,7 +20,6 @@ import torch
 from mmldlm.config import RunConfig, resolve_precision
 from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import Loader
-from mmldlm.data.manifest import Manifest
 from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import mode_stages
 from mmldlm.diffusion.objective import NoisedBatch
@@ -289,7 +288,9 @@ def estimate(config: RunConfig, store: Store, world_size: int, device: str | Non
     loader = Loader(
         store, "train", replace(config.data, num_workers=0), config.run.seed, batch_at, world_size=world_size
     )
-    model, objective = build_sized_model(config, store.manifest), build_objective(config, store.manifest)
+    # Only sizes are read from the network, so its attention need not run on this machine.
+    model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
+    objective = build_objective(config, store.manifest)
     model_flops, split = ModelFlops.from_model(model), store.split("train")
     steps, batches = config.train.steps, config.train.batch_stages(world_size)
     starts = {*mode_stages(config.mode, config.mode_schedule), *batches}
@@ -328,8 +329,3 @@ def estimate(config: RunConfig, store: Store, world_size: int, device: str | Non
         world_size=world_size,
         optimizer=optimizer,
     )
-
-
-def build_sized_model(config: RunConfig, manifest: Manifest) -> MMDiT:
-    """Return the network without its weights, to read sizes from. Its attention need not run on this machine."""
-    return build_meta_model(replace(config, attention=AttentionConfig("sdpa")), manifest, "cpu")
