@@ -68,7 +68,6 @@ def batch(samples: int, micro: int | None = None, steps: int = 2) -> str:
 
 SETTINGS: dict[str, tuple[str, ...]] = {
     "256 x 4": (NARROW, batch(16)),
-    "256 x 4, one step": (NARROW, batch(16, steps=1)),
     "256 x 4, 4 micro-batches": (NARROW, batch(32, 8)),
     "256 x 4, logits of few tokens, not in chunks": (NARROW, batch(3)),
     "256 x 4, mode t2l": (NARROW, batch(16), "mode=t2l"),

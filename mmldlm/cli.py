@@ -23,8 +23,7 @@ GROUPS = {  # of each command: the module, with its function unless that is `mai
     "Train": {
         "new": ("mmldlm.tools.new", "a project folder with presets, launcher files and the quickstart"),
         "config": ("mmldlm.tools.config", "show a run config, and where each value comes from"),
-        "doctor": ("mmldlm.tools.doctor", "check this machine, and a run on it, before training"),
-        "train": ("mmldlm.train", "train a run"),
+        "train": ("mmldlm.train", "train a run; --check: would it start?"),
     },
     "Use": {
         "sample": ("mmldlm.inference.command", "generate texts from latents, or latents from texts"),
@@ -87,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         # A reader such as `head` has closed the pipe: end as other programs do.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)
-    if argv is None and name in ("train", "doctor", "evaluate", "sample", "score"):
+    if argv is None and name in ("train", "evaluate", "sample", "score"):
         exit_process(status)
     return status
 

@@ -1,8 +1,8 @@
 """User-facing errors and their exit codes.
 
-User-facing errors derive from `MmldlmError`. Their message is one line that names the key, file or sample, the value
-found and the value expected. `run_command` prints that line on stderr and returns the documented exit code, as it does
-for an OSError, whatever the system refuses. Any other exception is a bug and keeps its traceback.
+They derive from `MmldlmError`. The message is one line that names the key, file or sample, the value found and the
+value expected. `run_command` prints it on stderr and returns the documented exit code. It treats an OSError the same
+way, because the system may refuse anything. Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mmldlm.utils.printable import hide_passwords, printable
 
 
 class ExitCode(IntEnum):
-    """Exit codes of all commands; 1 is a bug."""
+    """Exit codes of all commands. Code 1 is a bug."""
 
     DONE = 0
     USAGE = 2
@@ -34,7 +34,7 @@ class ExitCode(IntEnum):
 
 
 class MmldlmError(Exception):
-    """Base class of all user-facing errors; `exit_code` is that of the process."""
+    """Base class of all user-facing errors. A command that ends with one exits with its `exit_code`."""
 
     exit_code = ExitCode.USAGE
 
@@ -56,7 +56,7 @@ class DataError(MmldlmError):
 
 
 class NumericalError(MmldlmError):
-    """The run was stopped because of non-finite numbers, or of ranks whose updates disagree."""
+    """The run was stopped because numbers became non-finite, or because ranks computed different updates."""
 
     exit_code = ExitCode.NUMERICAL
 
@@ -86,14 +86,14 @@ class PeerLostError(MmldlmError):
 
 
 def error_from_exit_code(code: int, text: str) -> MmldlmError:
-    """Return an error with message `text` that ends a command with exit code `code`."""
+    """Return the error that ends a command with exit code `code` and message `text`."""
     return next((cls for cls in MmldlmError.__subclasses__() if cls.exit_code == code), UsageError)(text)
 
 
 def exit_code_and_cause(error: BaseException | None) -> tuple[int, str]:
-    """Return exit code and one-line cause of a command that ended with `error`, or cleanly with None.
+    """Return exit code and one-line cause of a command that ended with `error`, or cleanly (None).
 
-    Code 1 is a bug: the caller should re-raise to keep the traceback.
+    Code 1 means a bug: re-raise the error to keep its traceback.
     """
     if error is None:
         return int(ExitCode.DONE), "finished"
@@ -102,8 +102,8 @@ def exit_code_and_cause(error: BaseException | None) -> tuple[int, str]:
     if isinstance(error, KeyboardInterrupt):
         return int(ExitCode.INTERRUPTED), "interrupted"
     if isinstance(error, RuntimeError) and getattr(error.__context__, "errno", None) == errno.ELOOP:
-        error = error.__context__  # of a link to itself, from `Path.resolve` before Python 3.13
-    # A standard stream that nobody reads any more has no name.
+        error = error.__context__  # a link to itself, which `Path.resolve` reports so before Python 3.13
+    # Without a name, it is a standard stream that nobody reads any more.
     if isinstance(error, OSError) and not (isinstance(error, BrokenPipeError) and error.filename is None):
         name, reason = error.filename or "a file", error.strerror or " ".join(str(error).split())
         return int(ExitCode.STORAGE), hide_passwords(f"cannot read or write {name}: {reason or type(error).__name__}")
@@ -111,21 +111,21 @@ def exit_code_and_cause(error: BaseException | None) -> tuple[int, str]:
 
 
 def run_command(command: Callable[[], int | None]) -> int:
-    """Run `command` and return its exit code; errors that are no bugs are printed as one line on stderr."""
+    """Run `command` and return its exit code. Errors that are not bugs become one line on stderr."""
     try:
         return int(command() or ExitCode.DONE)
     except (Exception, KeyboardInterrupt) as error:
         code, cause = exit_code_and_cause(error)
         if code == 1:
             raise
-        sys.stderr.write(f"mmldlm: error: {printable(cause)}\n")  # a single write, as several ranks may write at once
+        sys.stderr.write(f"mmldlm: error: {printable(cause)}\n")  # one write, because several ranks may write at once
         return code
 
 
 def exit_process(status: int) -> NoReturn:
-    """Flush the output and end the process without destructors.
+    """Flush the output and end the process without running destructors.
 
-    PyTorch with gloo now and then aborts in static destructors after a good run, which launchers report as a failure.
+    After a good run, PyTorch with gloo sometimes aborts in static destructors, and launchers report that as a failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -61,7 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line into a config file, overrides and flags."""
     parser = argparse.ArgumentParser(
         prog="mmldlm train",
-        usage="%(prog)s [--check | --dry-run [--gpus NxMGB [--nodes N]] | --stop-at STEP] CONFIG.yaml "
+        usage="%(prog)s [--check [--processes N] | --dry-run [--gpus NxMGB [--nodes N]] | --stop-at STEP] CONFIG.yaml "
         "[key.sub=value ...]",
         description="Train a run; docs/settings.md lists the keys, docs/launchers.md the launchers.",
     )
@@ -72,8 +72,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--stop-at", type=int, metavar="STEP", help="save and stop after this step; schedules still span train.steps"
     )
     parser.add_argument(
-        "--check", action="store_true", help="start and compare the ranks, time an all-reduce, and exit"
+        "--check",
+        action="store_true",
+        help="check machine, data and disk, start and compare the ranks, time an all-reduce, and exit; without "
+        "CONFIG.yaml check the machine. Exit code 0: ready; 64: something failed; 65: the data",
     )
+    parser.add_argument("--processes", type=int, help="with --check: check this node for N processes and start none")
     parser.add_argument(
         "--gpus", metavar="NxMGB", help="with --dry-run: print what fits into the GPUs of a node, such as 8x80GB"
     )
@@ -88,6 +92,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     options = parser.parse_intermixed_args(argv)
     files, options.overrides = split_arguments(options.arguments)
     files += [options.config] if options.config else []
+    if options.processes is not None and not (options.check and options.processes > 0):
+        raise UsageError(f"--processes: expected at least 1, together with --check, found {options.processes}")
+    if options.check and not files and not options.overrides:
+        return options
     if len(files) != 1:
         raise UsageError(f"expected one config file, found {len(files)}: {' '.join(files) or 'none'}")
     options.config = files[0]
@@ -103,6 +111,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> int:
     """Run the command; return its exit code."""
     options = parse(argv)
+    if options.check and (options.processes is not None or options.config is None):
+        from mmldlm.trainer.start_check import check_node
+
+        return check_node(options.config, options.overrides, options.processes)
     try:
         config = load_config(options.config, options.overrides)
         require_paths(config, "data.path", "run.dir")
@@ -130,8 +142,10 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
         return ExitCode.DONE
     assert launch is not None
     if options.check:
-        from mmldlm.trainer.start_check import check_start
+        from mmldlm.trainer.start_check import check_node, check_start
 
+        if launch.world_size == 1 and (code := check_node(options.config, options.overrides, 1)):
+            return code
         check_start(config, launch)
     else:
         train(config, launch, trainer_cls, options.stop_at)

@@ -14,7 +14,7 @@
 # MASTER_PORT      a free port of node 0; default 29500
 # MAX_RESTARTS     how often a node restarts its processes after one has failed; default 0
 # LOG_DIR          everything printed is also appended to LOG_DIR/nodeNODE_RANK.log; default logs
-# DOCTOR           skip: no checks of this machine before the start; anything else: options for `mmldlm doctor`
+# NODE_CHECK       skip: no checks of this machine before the start
 # CHECK_TIMEOUT    seconds for which --check waits for the other nodes; default 60
 # PYTHON           interpreter with mmldlm; default: that of .venv, or the one next to mmldlm on PATH
 #
@@ -63,6 +63,7 @@ if ! [[ "$engine" =~ ^[A-Za-z0-9_-]+$ && -f "$launcher_config" ]]; then
   engines=("${engines[@]##*/}")
   fail "ENGINE: expected one of ${engines[*]%.yaml}, the files of $root/accelerate_configs, found '$engine'"
 fi
+[ -z "${DOCTOR+set}" ] || fail "DOCTOR is gone, use NODE_CHECK=skip"
 [ -f "$config" ] || fail "CONFIG.yaml: no such file: $config"
 
 python="${PYTHON:-$root/.venv/bin/python}"
@@ -99,10 +100,9 @@ printf '==> %s node %s of %s on %s:' "$(date -u +%Y-%m-%dT%H:%M:%SZ)" "$NODE_RAN
 printf ' %q' "${launch[@]}"
 printf '\n'
 
-if [ "${DOCTOR:-}" != skip ]; then
-  read -ra options <<<"${DOCTOR:-}" # several in one variable
-  trap 'exit 143' TERM # once the doctor has ended, in seconds; process 1 of a container would ignore the signal
-  "$python" -m mmldlm.cli doctor "$config" "${settings[@]}" --processes "$NPROC_PER_NODE" "${options[@]}" || exit $?
+if [ "${NODE_CHECK:-}" != skip ]; then
+  trap 'exit 143' TERM # once the check has ended, in seconds; process 1 of a container would ignore the signal
+  "$python" -m mmldlm.cli train "$config" "${settings[@]}" --check --processes "$NPROC_PER_NODE" || exit $?
   trap - TERM
 fi
 

@@ -1,4 +1,4 @@
-"""Settings that some engines cannot run: the table by which a start refuses them, printed in docs/engines.md."""
+"""Settings that some engines cannot run. A start refuses them by this table, which docs/engines.md prints."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ZERO_ENGINES = tuple(engine for engine in ENGINES if engine.startswith("zero"))
 WEIGHT_SHARDING_ENGINES = (FSDP2, *(engine for engine in ZERO_ENGINES if engine.startswith("zero3")))
 OFFLOAD_ENGINES = tuple(engine for engine in ZERO_ENGINES if engine.endswith("_offload"))
 
-# By "key: value": the engines that do not run it, and why; the reasons complete the message of `check_supported`.
+# For each "key: value", the engines that do not run it, and the reason, which completes an error message.
 EXCLUDED = {
     "optim.name: muon": (
         ZERO_ENGINES,
@@ -27,11 +27,11 @@ EXCLUDED = {
     ),
     "compile.graphs: true": (
         (FSDP2, *ZERO_ENGINES),
-        "a recorded pass would have to contain the collectives",
+        "recorded passes cannot contain its collectives",
     ),
     "train.auto_micro_batch: true": (
         WEIGHT_SHARDING_ENGINES,
-        "no rank can try a micro-batch alone: `mmldlm train CONFIG --dry-run --gpus 8x80GB` estimates which fit",
+        "no rank can try a micro-batch alone (`mmldlm train CONFIG --dry-run --gpus 8x80GB` estimates which fit)",
     ),
 }
 
@@ -45,14 +45,15 @@ def check_supported(setting: str, engine: str) -> None:
     """Raise `ConfigError` unless `engine` runs `setting`, "key: value"."""
     if not supports(setting, engine):
         key, value = setting.split(": ")
-        others = ", ".join(other for other in ALL_ENGINES if supports(setting, other))
+        others = " or ".join(other for other in ALL_ENGINES if supports(setting, other))
         raise ConfigError(
-            f"{key}: found {value} under engine {engine}, where {EXCLUDED[setting][1]}; expected an engine of {others}"
+            f"{key}: found {value}, which engine {engine} cannot run, because {EXCLUDED[setting][1]}; expected engine "
+            f"{others}"
         )
 
 
 def capability_table() -> str:
-    """Return the table in Markdown: a row per setting, a column per engine."""
+    """Return the table in Markdown, with a row per setting and a column per engine."""
     rows = [["setting", *ALL_ENGINES], ["---", *[":-:"] * len(ALL_ENGINES)]]
     rows += [
         [f"`{setting}`", *("yes" if supports(setting, engine) else "no" for engine in ALL_ENGINES)]

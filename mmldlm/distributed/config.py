@@ -1,4 +1,4 @@
-"""Settings of the engines and their communication."""
+"""Settings of the engines and of their communication."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Literal
 from mmldlm.settings.declaration import setting
 
 DAY_S = 86_400
-# Variables of older scripts that have no effect beside those that a run sets, and the settings to use instead.
+# Variables of older scripts, which have no effect because a run sets newer ones, and the settings to use instead.
 SUPERSEDED = {
     "NCCL_TIMEOUT": "timeout_s",
     "TORCH_DISTRIBUTED_TIMEOUT": "timeout_s",
@@ -19,7 +19,7 @@ SUPERSEDED = {
 
 @dataclass(frozen=True)
 class DDPConfig:
-    """Arguments of `torch.nn.parallel.DistributedDataParallel` and of its communication hook, passed unchanged."""
+    """Arguments of `torch.nn.parallel.DistributedDataParallel` and of its communication hook, passed on unchanged."""
 
     find_unused_parameters: bool = setting(
         False, "look for parameters without gradient; false is safe: every mode uses every trainable parameter"
@@ -79,7 +79,7 @@ class DistributedConfig:
                 raise ValueError(f"nccl: expected names such as NCCL_SOCKET_IFNAME, found {name!r}")
 
     def check_timeout(self, name: str, seconds: float | str) -> None:
-        """Raise `ValueError` if the value of a setting or variable `name` is a timeout of more than a day."""
+        """Raise `ValueError` if `name` is a timeout (a setting or a variable) of more than a day."""
         is_timeout = "timeout" in name.lower() and str(seconds).replace(".", "", 1).isdigit()
         if is_timeout and float(seconds) > DAY_S and not self.allow_long_timeout:
             raise ValueError(

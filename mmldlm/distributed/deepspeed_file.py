@@ -1,4 +1,4 @@
-"""The DeepSpeed config of a launch: read by Accelerate, checked by DeepSpeed's types, completed by the run config."""
+"""The DeepSpeed config of a launch. Accelerate reads it, DeepSpeed's types check it, the run config completes it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 AUTO = "auto"
-SECTION = "deepspeed_config of the accelerate config"  # in place of a file in messages
+SECTION = "deepspeed_config of the accelerate config"  # stands for the file in messages
 OFFLOADS = ("offload_optimizer", "offload_param")
 QUANTIZED = ("zero_quantized_weights", "zero_quantized_gradients")
-# DeepSpeed reads more of ZeRO's keys than are tested here; these change what a run computes, or how it is divided.
+# We have not tested these ZeRO keys. They change the results of a run, or how it is divided.
 _UNTESTED = (
     "zenflow",
     "legacy_stage1",
@@ -31,25 +31,25 @@ _UNTESTED = (
     "offload_optimizer.ratio",
     "offload_optimizer.super_offload",
 )
-# Keys that take effect: DeepSpeed refuses unknown keys below them, but ignores unknown ones beside them.
+# Keys that take effect. DeepSpeed refuses unknown keys below them, but ignores unknown keys next to them.
 KNOWN = """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps gradient_clipping bf16 fp16 data_types
     communication_data_type prescale_gradients gradient_predivide_factor zero_optimization
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer aio comms_logger
-""".split()  # noqa: SIM905 - as a list, 15 lines
-# Output, and what the run config has settings for: left out.
+""".split()  # noqa: SIM905 - a list would take 15 lines
+# Keys that we leave out: output, and whatever the run config has settings for.
 LEFT_OUT = """
     steps_per_print wall_clock_breakdown memory_breakdown flops_profiler dump_state checkpoint tensorboard csv_monitor
     wandb comet dataloader_drop_last optimizer scheduler
 """.split()  # noqa: SIM905
 SECTIONS = ("zero_optimization", "bf16", "fp16", "data_types", "optimizer", "scheduler")
-# What a section of the accelerate file leaves open, as in the files in ds_configs/.
+# Values for a section of the accelerate file that leaves them open, as in ds_configs/.
 _BUCKETS = {"reduce_bucket_size": 100_000_000, "allgather_bucket_size": 100_000_000}
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Batch sizes, clipping and precision of a step, and the model's width: what an engine needs before the model."""
+    """What an engine must know before it has a model: batch sizes, clipping and precision of a step, and the width."""
 
     micro_batch_size: int
     accumulation: int
@@ -61,13 +61,13 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class DeepSpeedFile:
-    """The DeepSpeed config of a launch, before the run config has completed it."""
+    """The DeepSpeed config of a launch, before the run config completes it."""
 
     name: str  # for messages
     content: Mapping[str, Any]  # with its "auto" values
     zero: DeepSpeedZeroConfig  # the section zero_optimization, as DeepSpeed reads it
     notices: tuple[str, ...]  # for the user
-    problems: tuple[str, ...] = ()  # for `resolve`, which names them beside those of the run config
+    problems: tuple[str, ...] = ()  # `resolve` reports them together with problems of the run config
 
     @property
     def engine(self) -> str:
@@ -82,11 +82,11 @@ class DeepSpeedFile:
 
     @property
     def secondary_partition(self) -> int:
-        """Processes that share a second copy of ZeRO-3's weights (hpZ, arXiv 2306.10209); 1 for none."""
+        """Number of processes that share a second copy of ZeRO-3's weights (hpZ, arXiv 2306.10209), 1 for none."""
         return int(self.zero.zero_hpz_partition_size)
 
     def device(self, offload: str) -> str:
-        """Return none, cpu or nvme: where the optimizer or the weights are, for one of `OFFLOADS`."""
+        """Return where the optimizer or the weights are (one of `OFFLOADS`): none, cpu or nvme."""
         section = getattr(self.zero, offload)
         return "none" if section is None else str(section.device)
 
@@ -102,11 +102,11 @@ class DeepSpeedFile:
     def resolve(self, plan: StepPlan) -> dict[str, Any]:
         """Return the config with every "auto" filled in from the run config.
 
-        A `ConfigError` names all problems: keys without a meaning here, values that contradict the run config, and each
-        "auto" without a value.
+        A `ConfigError` names all problems: keys that mean nothing here, values that contradict the run config, and
+        every "auto" that has no value.
         """
         resolved, problems = deepcopy(dict(self.content)), [*self.problems]
-        # Key of the DeepSpeed file -> the run's value, and where that comes from.
+        # Key of the DeepSpeed file -> (the run's value, the setting that it comes from).
         from_run: dict[str, tuple[Any, str]] = {
             "train_micro_batch_size_per_gpu": (plan.micro_batch_size, "train.micro_batch_size"),
             "gradient_accumulation_steps": (
@@ -117,11 +117,11 @@ class DeepSpeedFile:
             "gradient_clipping": (plan.clip_norm, "optim.clip_norm"),
             "bf16.enabled": (plan.precision == "bf16", "precision"),
             "fp16.enabled": (False, "precision"),
-            # Under all engines weights, accumulated gradients and moments are float32, also with bf16.
+            # Weights, accumulated gradients and moments are float32 under every engine, also with bf16.
             "bf16.bf16_master_weights_and_grads": (False, "precision"),
             "bf16.bf16_optimizer_states": (False, "precision"),
             "data_types.grad_accum_dtype": ("fp32", "precision"),
-            # By default DeepSpeed refuses some optimizers, and all but CPUAdam where the optimizer is offloaded.
+            # By default DeepSpeed refuses some optimizers, and with offload all but CPUAdam.
             "zero_allow_untested_optimizer": (True, "optim"),
             "zero_force_ds_cpu_optimizer": (False, "optim"),
         }
@@ -137,9 +137,9 @@ class DeepSpeedFile:
                     f"{dotted} is {json.dumps(current)}, but {json.dumps(value)} by the run config ({key}); remove it "
                     'or write "auto"'
                 )
-        resolved["fp16"] = {"enabled": False}  # the other keys are those of its loss scale
+        resolved["fp16"] = {"enabled": False}  # all other keys configure its loss scale
         zero, width = resolved["zero_optimization"], plan.width
-        # Hugging Face's trainer takes these from the model's width.
+        # Hugging Face's trainer derives these from the model's width.
         sizes = {
             "reduce_bucket_size": width * width,
             "stage3_prefetch_bucket_size": width * width * 9 // 10,
@@ -147,7 +147,7 @@ class DeepSpeedFile:
         }
         zero.update({key: size for key, size in sizes.items() if zero.get(key) == AUTO})
         problems += [
-            f'{name}: "auto" is not supported here, expected a value; remove it'
+            f'{name}: "auto" is not supported for this key; give a value, or remove the key'
             for name, value in flatten(resolved).items()
             if value == AUTO
         ]
@@ -161,14 +161,14 @@ class DeepSpeedFile:
 
 
 def read_deepspeed(path: str, variables: Mapping[str, str], world_size: int, local_world_size: int) -> DeepSpeedFile:
-    """Return the DeepSpeed config of a launch: the file at `path`, or if that is "" the section of the accelerate file.
+    """Return the DeepSpeed config of a launch: the file at `path`, or without one the section of the accelerate file.
 
-    That section is in Accelerate's `variables`. It is a `ConfigError` if Accelerate or DeepSpeed refuse a value,
-    DeepSpeed would ignore a key, or there is no such engine.
+    That section arrives in Accelerate's `variables`. If Accelerate or DeepSpeed refuse a value, if DeepSpeed would
+    ignore a key, or if there is no such engine, this is a `ConfigError`.
     """
     name = path or SECTION
     given, problems = _read_file(Path(path)) if path else ({}, [])
-    # Without a value Accelerate would take 1.
+    # Without a value, Accelerate would assume 1.
     content = {"gradient_accumulation_steps": AUTO, **given} if path else None
     with library_call(name, variables):
         from accelerate import DeepSpeedPlugin
@@ -184,7 +184,7 @@ def read_deepspeed(path: str, variables: Mapping[str, str], world_size: int, loc
     unused = [key for key, value in (content or {}).items() if key in LEFT_OUT and value not in (False, None, AUTO)]
     notices = [f"{name}: no effect here: {', '.join(unused)}"] if unused else []
     notices += [
-        f"{name}: zero_optimization.{key}: the curve differs from that of the other engines"
+        f"{name}: zero_optimization.{key}: the loss curve will differ from other engines"
         for key in QUANTIZED
         if getattr(zero, key)
     ]
@@ -195,7 +195,7 @@ def read_deepspeed(path: str, variables: Mapping[str, str], world_size: int, loc
 
 
 def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of a DeepSpeed file, and a line about each key that has no meaning here."""
+    """Return the content of a DeepSpeed file, and a line for each key that means nothing here."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -216,13 +216,13 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     for key, source, types in (("optimizer", "optim", ("Adam", "AdamW")), ("scheduler", "schedule", ())):
         values = flatten(content.get(key, {}))
         kind = values.pop("type", "AdamW")
-        # Flags such as torch_adam choose an implementation, which `optim.name` and `optim.fused` do here.
+        # Flags such as torch_adam choose an implementation. Here `optim.name` and `optim.fused` do that.
         if any(v not in (AUTO, {}) and v is not True for v in values.values()) or (types and kind not in types):
             problems.append(
                 f"{key}: expected nothing or only {AUTO!r} (the run config's {source} is the source), found "
                 f"{short_repr(content[key])}; remove the section"
             )
-    _read_zero(content.get("zero_optimization", {}), str(path))  # Accelerate takes its types for granted
+    _read_zero(content.get("zero_optimization", {}), str(path))  # Accelerate does not check the types
     return {key: value for key, value in content.items() if key in (*KNOWN, *LEFT_OUT)}, problems
 
 
@@ -234,7 +234,7 @@ def _read_zero(section: Mapping[str, Any], name: str) -> DeepSpeedZeroConfig:
 
 
 def _check_zero(file: DeepSpeedFile, world_size: int) -> None:
-    """Raise `ConfigError` if no engine does what DeepSpeed's reading of the config asks for."""
+    """Raise `ConfigError` if no engine does what DeepSpeed would do with this config."""
     zero, key = file.zero, f"{file.name}: zero_optimization"
     if zero.stage == 0:
         raise ConfigError(f"{key}.stage: expected 1, 2 or 3, found 0; for DDP use distributed_type: MULTI_GPU")

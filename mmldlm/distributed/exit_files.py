@@ -1,6 +1,6 @@
-"""Ends of processes: whether one still runs, and what it leaves in the run folder.
+"""The end of a process: whether it still runs, and the files that it leaves in the run folder.
 
-The exit files are its exit record, the stacks of its threads and its last collectives (`flight_recorder.py`).
+These are its exit record, the stacks of its threads, and its last collectives (`flight_recorder.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ EXIT_FILE = "exit.json"
 CLEAN_EXIT_CODES = (ExitCode.DONE, ExitCode.STOPPED)
 _PATTERNS = (EXIT_FILE, "exit.rank*.json", "stacks.rank*.txt", "flight_recorder.rank*.json", "nccl_trace.rank*")
 
-KILL_TIMEOUT_S = 2.0  # for a process to end before it is killed
+KILL_TIMEOUT_S = 2.0  # for a process to end before we kill it
 
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """A process on any host. `machine` and `start_time` distinguish it from others with the same pid."""
+    """A process on any host. `machine` and `start_time` tell it apart from others with the same pid."""
 
     host: str
     machine: str
@@ -43,28 +43,28 @@ class ProcessInfo:
         return cls(socket.gethostname(), machine_id(), os.getpid(), _stat(os.getpid())[1])
 
     def state(self) -> Literal["", "running", "stopped", "gone"]:
-        """Return the state in the kernel; "" for a process on another machine."""
+        """Return the state of the process in the kernel, or "" if it runs on another machine."""
         if self.machine != machine_id():
             return ""
         letter, start_time = _stat(self.pid)
-        # Z: zombie, X: dead, T: stopped by a signal, t: stopped by a tracer. Another start time: the pid was reused.
+        # Z: zombie, X: dead, T: stopped by a signal, t: stopped by a tracer. A new start time means a reused pid.
         if start_time != self.start_time or letter in "ZX":
             return "gone"
         return "stopped" if letter in "Tt" else "running"
 
 
 def kill_processes(processes: Iterable[ProcessInfo]) -> None:
-    """SIGKILL processes of this machine that do not end within `KILL_TIMEOUT_S`; never another with the same pid."""
+    """SIGKILL processes of this machine that do not end within `KILL_TIMEOUT_S`, but no other with the same pid."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     for process in processes:
-        # Only a running process may end by itself; a stopped one is killed at once.
+        # Only a running process may end by itself. A stopped one is killed at once.
         while process.state() == "running" and time.monotonic() < deadline:
             time.sleep(0.02)
         if process.state() in ("running", "stopped"):
             with suppress(OSError):
                 handle = os.pidfd_open(process.pid)
                 try:
-                    if process.state() != "gone":  # checked again: now the handle cannot be another process's
+                    if process.state() != "gone":  # check again: from now on, the handle belongs to this process
                         signal.pidfd_send_signal(handle, signal.SIGKILL)
                 finally:
                     os.close(handle)
@@ -72,7 +72,7 @@ def kill_processes(processes: Iterable[ProcessInfo]) -> None:
 
 @cache
 def machine_id() -> str:
-    """Identify a running kernel and its process namespace: hosts and containers may share a name."""
+    """Identify the running kernel and process namespace, since hosts and containers may share a name."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -81,10 +81,10 @@ def machine_id() -> str:
 
 
 def _stat(pid: int) -> tuple[str, int]:
-    """Return state letter and start time in ticks since boot; ("X", 0) if there is no such process."""
+    """Return state letter and start time in ticks since boot, or ("X", 0) if there is no such process."""
     try:
-        # The process name before ")" may contain spaces and parentheses, too. After it come the fields from number 3,
-        # the state letter, on; number 22 is the start time.
+        # The process name before the last ")" may contain spaces and parentheses. After it come field 3, the state
+        # letter, and all later ones. Field 22 is the start time.
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
     except OSError:
         return "X", 0
@@ -92,7 +92,7 @@ def _stat(pid: int) -> tuple[str, int]:
 
 
 def clear_exit_files(folder: Path) -> None:
-    """Remove the exit files of earlier runs, which could be mistaken for this run's."""
+    """Remove exit files of earlier runs, which could be mistaken for files of this run."""
     for pattern in _PATTERNS:
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
@@ -101,9 +101,9 @@ def clear_exit_files(folder: Path) -> None:
 def write_exit(folder: Path, rank: int, step: int, code: int, cause: str) -> None:
     """Write a rank's exit record.
 
-    `exit.json` holds the first failure of any rank, or rank 0's record if none failed; other records are
-    `exit.rankN.json`. Records appear atomically where hard links exist. An OSError is ignored, so that it does not hide
-    the cause.
+    `exit.json` holds the first failure of any rank, or rank 0's record if none failed. Other records are
+    `exit.rankN.json`. Where hard links exist, records appear atomically. We ignore an OSError here, so that it does not
+    hide the cause.
     """
     record = {"code": int(code), "rank": rank, "step": step, "cause": cause, "time": time.time()}
     first_path, rank_path = folder / EXIT_FILE, folder / f"exit.rank{rank}.json"
@@ -117,7 +117,7 @@ def write_exit(folder: Path, rank: int, step: int, code: int, cause: str) -> Non
             elif not _link_if_absent(temporary, first_path):
                 first = json.loads(first_path.read_text(encoding="utf-8"))
                 if not is_clean and first["code"] in CLEAN_EXIT_CODES:  # a failure replaces a clean exit
-                    # Linked before it is replaced, so that the clean record always has a name.
+                    # Link it before replacing it, so that the clean record always has a name.
                     _link_if_absent(first_path, folder / f"exit.rank{first['rank']}.json")
                     temporary.replace(first_path)
                 elif first["rank"] != rank:  # only a rank's first record counts
@@ -127,7 +127,7 @@ def write_exit(folder: Path, rank: int, step: int, code: int, cause: str) -> Non
 
 
 def _link_if_absent(source: Path, target: Path) -> bool:
-    """Create `target` as a copy of `source`, atomically if hard links exist; return False if it exists."""
+    """Copy `source` to `target`, atomically if hard links exist. Return False if `target` exists already."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -142,13 +142,13 @@ def _link_if_absent(source: Path, target: Path) -> bool:
 
 
 def dump_stacks(folder: Path, rank: int, header: str, error: BaseException | None = None) -> None:
-    """Append the stacks of all threads, and the traceback of `error`, to `stacks.rankN.txt`."""
+    """Append the stacks of all threads and the traceback of `error` to `stacks.rankN.txt`."""
     now = time.strftime("%Y-%m-%d %H:%M:%S %z")
     with suppress(OSError), (folder / f"stacks.rank{rank}.txt").open("a", encoding="utf-8") as file:
         file.write(f"--- {now}, rank {rank}, process {os.getpid()}, {header}\n")
         if error is not None:
             file.writelines(traceback.format_exception(error))
         file.write("\n")
-        # faulthandler writes to the file descriptor, past the buffer of `file`.
+        # faulthandler writes to the descriptor and bypasses the buffer of `file`.
         file.flush()
         faulthandler.dump_traceback(file, all_threads=True)

@@ -1,7 +1,8 @@
 """PyTorch's flight recorders: the latest collectives of this process, and which of them are pending.
 
-There are two: gloo's, and NCCL's in builds for CUDA. NCCL's calls return at once, so only its recorder shows that a GPU
-waits for others, whatever the main thread does meanwhile. The format is that of `FlightRecorderDetail.hpp`.
+There are two recorders, one of gloo and, in builds for CUDA, one of NCCL. NCCL's calls return at once, so only its
+recorder shows that a GPU waits for others, whatever the main thread does meanwhile. `FlightRecorderDetail.hpp` defines
+the format.
 """
 
 from __future__ import annotations
@@ -18,34 +19,34 @@ import torch
 
 from mmldlm.utils.short_repr import truncate
 
-NCCL_PREFIX = "nccl:"  # of the names of NCCL's collectives
+NCCL_PREFIX = "nccl:"  # prefix of the names of NCCL's collectives
 _DUMPS = {"nccl": "_dump_nccl_trace_json", "gloo": "_dump_fr_trace_json"}
-_MAX_CHARACTERS = 200  # of a description: a coalesced collective has the sizes of many tensors
+_MAX_CHARACTERS = 200  # longest description: a coalesced collective lists the sizes of many tensors
 
-# Where NCCL's own watchdog writes its trace; torch reads the first, and the second under its older name.
+# Where NCCL's own watchdog writes its trace. torch reads the first variable, and the second as an older name.
 _TRACE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 _TRACE_FILE = "nccl_trace.rank"  # PyTorch appends the rank
 
 
 class Stall(NamedTuple):
-    """Time in which a process group of NCCL makes no progress."""
+    """A time span during which a process group of NCCL makes no progress."""
 
-    completed: str  # number of its last completed collective
-    since: float  # time by our clock at which that number was first read
+    completed: str  # number of the group's last completed collective
+    since: float  # when we first read that number, by our clock
 
 
 class NCCLProgress:
-    """Tells since when NCCL has completed nothing though it has something to do.
+    """Tell since when NCCL has completed nothing although work is pending.
 
-    Progress is judged by the groups' counters, not by single entries: entries of coalesced collectives never complete,
-    and reading all entries takes thousands of times as long.
+    We judge progress by the counters of the groups. Single entries do not help: entries of coalesced collectives never
+    complete, and reading all entries takes thousands of times as long.
     """
 
     def __init__(self) -> None:
         self._stalls: dict[str, Stall] = {}
 
     def stall(self, now: float) -> Stall | None:
-        """Read the counters; return the longest stall, None if no collective of NCCL is pending; `now` is monotonic."""
+        """Read the counters and return the longest stall, or None if NCCL has nothing pending. `now` is monotonic."""
         stalls: dict[str, Stall] = {}
         for group, status in _dump("nccl", entries=False).get("pg_status", {}).items():
             completed = status.get("last_completed_collective")
@@ -57,7 +58,7 @@ class NCCLProgress:
 
 
 def records() -> dict[str, dict[str, Any]]:
-    """Return what the recorders hold, NCCL's first; without those that have no collective."""
+    """Return the contents of the recorders, NCCL's first, without empty ones."""
     dumps = {name: _dump(name) for name in _DUMPS}
     return {name: dump for name, dump in dumps.items() if dump.get("entries")}
 
@@ -69,10 +70,10 @@ def collectives() -> list[dict[str, Any]]:
 
 
 def pending_collectives(or_latest: bool = False) -> list[str]:
-    """Describe the collectives that were called and have not completed, NCCL's before gloo's, each oldest first.
+    """Describe the pending collectives, NCCL's before gloo's, each oldest first.
 
-    With `or_latest`, describe the latest one if none is pending, for use after an error: the recorder counts a failed
-    gloo collective as completed.
+    With `or_latest`, describe the latest collective if none is pending. Use it after an error, because the recorder
+    counts a failed gloo collective as completed.
     """
     pending = [entry for record in records().values() for entry in record["entries"] if _is_pending(entry, record)]
     described = pending or (collectives()[-1:] if or_latest else [])
@@ -81,7 +82,7 @@ def pending_collectives(or_latest: bool = False) -> list[str]:
 
 
 def write_records(folder: Path, rank: int) -> None:
-    """Write the pending collectives and both records to `flight_recorder.rankN.json`, if there are any."""
+    """Write the pending collectives and both records to `flight_recorder.rankN.json`, unless there are none."""
     found = records()
     if found:
         text = json.dumps({"pending": pending_collectives(), **found})
@@ -90,27 +91,27 @@ def write_records(folder: Path, rank: int) -> None:
 
 
 def set_trace_folder(folder: Path, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make NCCL's watchdog write its trace to `folder`/nccl_trace.rankN, unless the user has set another place."""
+    """Make NCCL's watchdog write its trace to `folder`/nccl_trace.rankN, unless the user chose another place."""
     for name in _TRACE_VARIABLES:
-        # A path of ours is that of an earlier run in this process.
+        # A path with our file name comes from an earlier run in this process.
         if Path(environment.get(name, _TRACE_FILE)).name == _TRACE_FILE:
             environment[name] = str(folder.resolve() / _TRACE_FILE)
 
 
 def _dump(recorder: str, entries: bool = True) -> dict[str, Any]:
-    # The binding is missing in builds without CUDA, and the dump empty in a process without a group.
+    # Builds without CUDA lack the binding. A process without a group has an empty dump.
     with suppress(AttributeError, RuntimeError, ValueError):
-        # The arguments: with entries, with those alone that have not completed.
+        # The arguments say: include entries, include pending entries only.
         return json.loads(getattr(torch._C._distributed_c10d, _DUMPS[recorder])(entries, False))
     return {}
 
 
 def _is_pending(entry: Mapping[str, Any], record: Mapping[str, Any]) -> bool:
-    """Return whether a collective has not completed, as far as its own state and its group's counter show."""
+    """Return whether a collective is pending, judged by its own state and its group's counter."""
     if entry["retired"] or entry["state"] == "completed":
         return False
     if not entry["profiling_name"].startswith(NCCL_PREFIX) or entry["is_p2p"]:
         return True
-    # A part of a coalesced collective has no state of its own. NCCL completes the collectives of a group in order.
+    # A part of a coalesced collective has no state, but NCCL completes the collectives of a group in order.
     status = record["pg_status"].get(str(entry["pg_id"]), {})
     return entry["collective_seq_id"] > int(status.get("last_completed_collective", -1))

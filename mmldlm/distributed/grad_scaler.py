@@ -1,6 +1,6 @@
 """Loss scaling for fp16.
 
-float16 has no values below 6e-8, so gradients are computed from a multiple of the loss.
+float16 has no values below 6e-8, so we compute gradients from a multiple of the loss.
 """
 
 from __future__ import annotations
@@ -12,20 +12,19 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 INITIAL_SCALE, MIN_SCALE, MAX_SCALE = 2.0**16, 1.0, 2.0**24
-GROWTH_INTERVAL = 2000  # steps; this and the factors of 2 are the defaults of `torch.amp.GradScaler`
+GROWTH_INTERVAL = 2000  # steps, a default of `torch.amp.GradScaler`, like the factors of 2
 
 
 class LossScale:
     """Dynamic loss scale (arXiv 1710.03740, section 3.2): halved on overflow, doubled after many steps without one.
 
-    It differs from `torch.amp.GradScaler` in what detects an overflow: there each rank checks its own gradients, here
-    it is the gradient norm, which all ranks share and which also decides whether the step is skipped. All state stays
-    on the device.
+    `torch.amp.GradScaler` detects an overflow on each rank, in its own gradients. We use the gradient norm, which all
+    ranks share and which also decides whether a step is skipped. All state stays on the device.
     """
 
     def __init__(self, device: torch.device):
         self.scale = torch.tensor(INITIAL_SCALE, device=device)
-        self.last_scale = self.scale  # of the latest completed step
+        self.last_scale = self.scale  # scale of the latest completed step
         self._growth_tracker = torch.tensor(0, device=device)  # steps without overflow since the scale changed
 
     def unscale(self, parameters: Sequence[Tensor], factor: int) -> None:
@@ -46,7 +45,7 @@ class LossScale:
         self.scale.mul_(factor).clamp_(MIN_SCALE, MAX_SCALE)  # in place: a replayed backward pass reads this memory
 
     def get_state(self) -> tuple[float, int]:
-        """Return (scale, steps without overflow) for a checkpoint; synchronizes the host."""
+        """Return (scale, steps without overflow) for a checkpoint. This synchronizes the host."""
         return float(self.scale), int(self._growth_tracker)
 
     def restore(self, scale: float, growth_tracker: int) -> None:
@@ -56,5 +55,5 @@ class LossScale:
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a DTensor; any other tensor as it is."""
+    """Return this rank's shard of a DTensor, and any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
-"""Diagnosis of a collective that fails or takes too long: which rank is at fault, from the ranks' heartbeats.
+"""Find the rank at fault, from the ranks' heartbeats, when a collective fails or takes too long.
 
-Clocks of different hosts are never compared: a rank is silent if its heartbeat's counter does not change between two of
-our readings.
+We never compare clocks of different hosts. A rank is silent if the counter of its heartbeat does not change between two
+of our readings.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from mmldlm.distributed.flight_recorder import NCCL_PREFIX
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """State that a rank publishes every interval."""
+    """State that a rank publishes in every interval."""
 
     rank: int
     process: ProcessInfo
     count: int = 0
     step: int = 0
-    phase: str = ""  # the collective that its main thread, or its GPU for long, waits in
+    phase: str = ""  # the collective in which its main thread waits, or for long its GPU
     for_s: float = 0.0  # time in this phase
     done: bool = False
 
@@ -41,14 +41,14 @@ class Heartbeat:
 
 
 class PeerHeartbeat(NamedTuple):
-    """A peer's latest heartbeat, and the times by our clock when it was first and last read with this count."""
+    """A peer's latest heartbeat, with the times (our clock) when we first and last read this count."""
 
     heartbeat: Heartbeat
     first_read: float
     last_read: float
 
     def status(self, window: float) -> str:
-        """Return "gone", "stopped" or "silent" (for `window` seconds); "" for a rank that responds or is done."""
+        """Return "gone", "stopped" or "silent" (for `window` seconds), or "" for a rank that responds or is done."""
         if self.heartbeat.done:
             return ""
         state = self.heartbeat.process.state()
@@ -58,20 +58,20 @@ class PeerHeartbeat(NamedTuple):
 
 
 class PendingCollective(NamedTuple):
-    """The collective that the diagnosing rank waited in."""
+    """The collective in which the diagnosing rank waited."""
 
     rank: int
     step: int
-    collective: str  # "" outside of any
-    detail: str  # of the flight recorder; "" if unknown
+    collective: str  # "" outside of any collective
+    detail: str  # from the flight recorder, "" if unknown
     seconds: float
     is_long: bool  # more than half of the timeout
-    error: str = ""  # that the collective raised, in the words of gloo, NCCL or the store
+    error: str = ""  # message of gloo, NCCL or the store
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why the run ends; `silent` are processes that may not end on their own."""
+    """Why the run ends. Processes in `silent` may not end on their own."""
 
     cause: str
     silent: tuple[ProcessInfo, ...] = ()
@@ -83,13 +83,13 @@ class Failure:
 
 
 def is_conclusive(peers: Mapping[int, PeerHeartbeat], counts: Mapping[int, int], window: float) -> bool:
-    """Return whether more readings cannot change the diagnosis: a peer is at fault, or all have advanced.
+    """Return whether the diagnosis is final: a peer is at fault, or all peers have advanced.
 
-    `counts` are earlier heartbeat counts by rank, or nothing; `window` is that of `PeerHeartbeat.status`.
+    `counts` are earlier heartbeat counts by rank, or empty. `window` is the one of `PeerHeartbeat.status`.
     """
     if any(peer.status(window) for peer in peers.values()):
         return True
-    # A rank that has no earlier count yet has not advanced, either.
+    # A rank without an earlier count has not advanced.
     return bool(counts) and all(
         peer.heartbeat.done or peer.heartbeat.count != counts.get(rank, peer.heartbeat.count)
         for rank, peer in peers.items()
@@ -103,20 +103,20 @@ def diagnose(
     window: float,
     store_unreachable: str,
 ) -> Failure:
-    """Return the failure of the run: the most direct evidence decides.
+    """Return the failure of the run, judged by the most direct evidence.
 
-    `wait` is this rank's, `window` that of `PeerHeartbeat.status`, and `store_unreachable` the name of the store if it
-    does not respond, else "": then the heartbeats of `peers` are out of date.
+    `wait` belongs to this rank, and `window` is the one of `PeerHeartbeat.status`. `store_unreachable` names the store
+    if it does not respond (otherwise ""). In that case the heartbeats of `peers` are out of date.
     """
     statuses = {
         kind: [peer for peer in peers.values() if peer.status(window) == kind] for kind in ("gone", "stopped", "silent")
     }
-    # Processes that are gone need no kill; stopped and silent ones may never end by themselves.
+    # Processes that are gone need no kill. Stopped and silent ones may never end by themselves.
     unable = tuple(peer.heartbeat.process for kind in ("stopped", "silent") for peer in statuses[kind])
     working = [peer.heartbeat for peer in peers.values() if not peer.heartbeat.done]
-    # The longest time outside of collectives first: the other ranks may be waiting for that rank.
+    # The rank that is longest outside of collectives comes first: the others may be waiting for it.
     outside = sorted((heartbeat for heartbeat in working if not heartbeat.phase), key=lambda h: -h.for_s)
-    # The host runs ahead of a collective of NCCL, whose name has its number: its step says nothing.
+    # The host runs ahead of NCCL's collectives, so its step says nothing. Their names include a number.
     on_gpu = wait.collective.startswith(NCCL_PREFIX)
     elsewhere = [h for h in working if h.phase != wait.collective or (h.step != wait.step and not on_gpu)]
     absent = [rank for rank in range(world_size) if rank not in peers and rank != wait.rank]
@@ -130,14 +130,14 @@ def diagnose(
         silence = f"no heartbeat for at least {first.last_read - first.first_read:.1f} s"
         why = "its process is stopped" if statuses["stopped"] else silence
         text = f"{first.heartbeat} is not responding ({why}), last seen {first.heartbeat.location}{_others(heartbeats)}"
-    # What follows judges by the heartbeats, which are current only while the store responds.
+    # From here on we judge by the heartbeats, which are current only while the store responds.
     elif store_unreachable:
         host = f"{peers[0].heartbeat}, last seen {peers[0].heartbeat.location}," if 0 in peers else "rank 0"
         text = f"{store_unreachable} does not respond; {host} or the launcher hosts it"
     elif absent:
         more = f", nor did ranks {absent[1:]}" if absent[1:] else ""
         text = f"rank {absent[0]} never connected{more}"
-    # After a short wait, as when a connection breaks, peers outside of collectives are just computing.
+    # After a short wait, for example when a connection breaks, peers outside of collectives are just computing.
     elif wait.is_long and outside:
         stuck = outside[0]
         text = (
@@ -146,7 +146,7 @@ def diagnose(
         )
     elif done:
         text = f"{done[0]} has finished after step {done[0].step}{_others(done)}"
-    # All are in collectives, but not in the same one: the rank that is behind in steps is named.
+    # All ranks are in collectives, but in different ones. We name the rank that is behind in steps.
     elif wait.is_long and elsewhere:
         elsewhere.sort(key=lambda h: h.step)
         behind = elsewhere[0]

@@ -1,4 +1,4 @@
-"""Start-up of the engine, in one process or many, on CPU with gloo and on CUDA with NCCL."""
+"""Start the engine, in one process or many, on a CPU with gloo or on CUDA with NCCL."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from mmldlm.errors import ConfigError
 
 
 def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan) -> Engine:
-    """Join the process group that the launcher describes and build the engine on it (collective).
+    """Join the process group that the launcher describes, and build the engine on it (collective).
 
-    A `ConfigError` says what contradicts the run config in the DeepSpeed file, and which rank has another engine.
+    If the DeepSpeed file contradicts the run config, or a rank has another engine, a `ConfigError` names it.
     """
     deepspeed = None if launch.deepspeed is None else launch.deepspeed.resolve(plan)
     export_settings(config)
     watchdog = join_process_group(config, launch) if launch.engine != SINGLE else None
     processes = Collectives(launch.rank, launch.world_size, watchdog)
     with published_failures(processes):
-        # Ranks of different engines would wait for one another.
+        # Ranks with different engines would wait for one another forever.
         engines = processes.gather(f"{launch.engine} {launch.sharding}".strip(), "comparison of the engines")
         for rank, name in enumerate(engines):
             if name != engines[0]:
@@ -50,7 +50,7 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
         engine = _engine_class(launch.engine)(accelerator, launch, watchdog)
         if plan.precision == "fp16":
             engine.loss_scale = LossScale(engine.device)
-        # All ranks have their engine, or this raises what has become of another one.
+        # If another rank has failed by now, this raises its error.
         total = int(engine.sum(torch.ones(1), "all-reduce of ones"))
         assert total == launch.world_size, f"all-reduce of ones: {total} on {launch.world_size} ranks"
     return engine
@@ -58,20 +58,20 @@ def start_engine(config: DistributedConfig, launch: LauncherEnv, plan: StepPlan)
 
 class _DeepSpeedPlugin(DeepSpeedPlugin):
     def set_deepspeed_weakref(self) -> None:
-        """Do nothing: it configures the transformers package, which our models do not use."""
+        """Do nothing. The original configures the transformers package, which we do not use."""
 
 
 def _build_accelerator(
     config: DistributedConfig, launch: LauncherEnv, plan: StepPlan, deepspeed: dict[str, Any] | None
 ) -> Accelerator:
-    """Build Accelerate's object. Its precision stays "no", since the model uses autocast inside its forward."""
+    """Build Accelerate's object. Its precision stays "no", because the model itself uses autocast."""
     on_cpu = not torch.cuda.is_available()
-    AcceleratorState._reset_state(reset_partial_state=True)  # one process may train several runs in turn
+    AcceleratorState._reset_state(reset_partial_state=True)  # a process may train several runs in turn
     backend = {"backend": "gloo" if on_cpu else "nccl"}
     if deepspeed is not None:
         from deepspeed import ops
 
-        # Only used for inference on CPU; compiling it at first use would take a minute and need g++.
+        # Only inference on a CPU uses it. Compiling it at first use would take a minute and need g++.
         ops.__compatible_ops__["deepspeed_shm_comm"] = False
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
         PartialState(cpu=False, **backend)

@@ -1,4 +1,4 @@
-"""The launch that the launcher requested: its environment, and the config files that it names. Starts nothing."""
+"""Read the launch from the launcher's environment and the config files that it names, without starting it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from mmldlm.errors import ConfigError
 from mmldlm.settings.yaml import read_yaml
 
 SINGLE, DDP, FSDP2 = "single", "ddp", "fsdp2"
-ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")  # of several processes
+ENGINES = (DDP, FSDP2, "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")  # engines of several processes
 
-# Accelerate sees these of its variables as the launcher set them, and no others: what a run computes follows from its
-# run config and its engine.
+# Accelerate sees only these of its variables, as the launcher set them, because the results of a run must follow from
+# its run config and its engine.
 PASSED_ON = ("ACCELERATE_CPU_AFFINITY", "ACCELERATE_USE_CPU", "FSDP_RESHARD_AFTER_FORWARD")
-# Others that their user may have counted on, with what to use instead.
+# Variables that a user may have counted on, and their replacement.
 REFUSED = {
     "ACCELERATE_DYNAMO_BACKEND": "compile.scope: regional in the run config",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "train.global_batch_size and train.micro_batch_size in the run config",
@@ -28,10 +28,10 @@ REFUSED = {
     "FSDP_ACTIVATION_CHECKPOINTING": "memory.activation_checkpointing in the run config",
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": "memory.activation_checkpointing in the run config",
     "FSDP_IGNORED_MODULES": "nothing: all weights are sharded",
-    # Shards on the host are untested on a GPU, and without one PyTorch cannot pin them.
+    # Shards on the host are untested on a GPU. Without a GPU, PyTorch cannot pin them.
     "FSDP_OFFLOAD_PARAMS": "accelerate_configs/zero3_offload.yaml, which keeps weights and optimizer on the host",
 }
-_OF_DEEPSPEED = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING")  # with it, in its config
+_OF_DEEPSPEED = ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING")  # DeepSpeed has its own
 _OFF = ("false", "0", "no", "n", "off", "f")
 _ON = ("true", "1", "yes", "y", "on", "t")
 PRECISIONS = ("no", "bf16", "fp16")
@@ -39,7 +39,7 @@ PRECISIONS = ("no", "bf16", "fp16")
 
 @dataclass(frozen=True)
 class LauncherEnv:
-    """Engine, rank and world size of this process, as its launcher describes them."""
+    """Engine, rank and world size of this process, as described by its launcher."""
 
     engine: str  # SINGLE or one of ENGINES
     launcher: str
@@ -50,30 +50,30 @@ class LauncherEnv:
     master: str  # host:port, "" in a single process
     deepspeed: DeepSpeedFile | None = None
     mixed_precision: str = "no"  # the launcher's: no, bf16 or fp16
-    replicas: int = 1  # of the model, each sharded over world_size / replicas processes; above 1 under hybrid sharding
+    replicas: int = 1  # of the model, each sharded over world_size / replicas processes (hybrid sharding if above 1)
     nodes: int = 1
-    accelerate: Mapping[str, str] = field(default_factory=dict)  # Accelerate's variables that it may see
+    accelerate: Mapping[str, str] = field(default_factory=dict)  # the variables that Accelerate may see
 
     @property
     def sharding(self) -> str:
-        """How the engine's sharding differs from its usual one, for the user; "" if it does not."""
+        """How this engine shards differently from its default, for the user, or an empty string."""
         if self.replicas > 1:
             return f"{self.replicas} replicas x {self.world_size // self.replicas} shards"
         return f"secondary partition of {self.secondary_partition}" if self.secondary_partition > 1 else ""
 
     @property
     def secondary_partition(self) -> int:
-        """Processes that share a second copy of ZeRO-3's weights; 1 for none."""
+        """Number of processes that share a second copy of ZeRO-3's weights, 1 for none."""
         return 1 if self.deepspeed is None else self.deepspeed.secondary_partition
 
     @property
     def source(self) -> str:
-        """Name of what describes the engine, for messages: the DeepSpeed file if there is one."""
+        """Name of the engine's description for messages: the DeepSpeed file if there is one."""
         return f"engine {self.engine}" if self.deepspeed is None else self.deepspeed.name
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Lines for the user about settings of the launcher."""
+        """Lines for the user about the launcher's settings."""
         return () if self.deepspeed is None else self.deepspeed.notices
 
     @property
@@ -87,11 +87,11 @@ def read_launcher_env(
     deepspeed_file: str | None = None,
     accelerate_file: str | None = None,
 ) -> LauncherEnv:
-    """Return the launch that `environment` describes; the accelerate file adds to it.
+    """Return the launch that `environment` describes, completed by the accelerate file.
 
-    Both files, the values of `--deepspeed_config` and `--accelerate_config`, are for launchers that set no ACCELERATE_
-    variables (torchrun, deepspeed). It is a `ConfigError` if the launch would not train as it seems to (separate copies
-    of the model, FSDP 1), or two sources contradict each other.
+    The two files are the values of `--deepspeed_config` and `--accelerate_config`. They serve launchers that set no
+    ACCELERATE_ variables (torchrun, deepspeed). If the launch would not train as it seems to (separate copies of the
+    model, FSDP 1), or if two sources contradict each other, this is a `ConfigError`.
     """
     launcher = _launcher_name(environment)
     variables = {**environment, **(_file_variables(accelerate_file, environment) if accelerate_file else {})}
@@ -105,7 +105,7 @@ def read_launcher_env(
     use_deepspeed = use_deepspeed or bool(file)
     if use_fsdp and use_deepspeed:
         raise ConfigError("engine: both FSDP and DeepSpeed are requested; choose one")
-    # Of mpirun: Open MPI's, and that of MPICH and Intel.
+    # mpirun sets these: Open MPI the first, MPICH and Intel the second.
     processes = max(world_size, *(_read_int(variables, name, 1) for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")))
     if not launched and (use_fsdp or use_deepspeed or processes > 1 or "MASTER_ADDR" in variables):
         requested = "FSDP" if use_fsdp else "DeepSpeed" if use_deepspeed else "a process group"
@@ -118,7 +118,7 @@ def read_launcher_env(
     if launched and missing:
         raise ConfigError(f"launcher: RANK and LOCAL_RANK are set, but {' and '.join(missing)} not; expected all five")
     _check_variables(variables, use_fsdp, use_deepspeed, launched)
-    if launcher == "deepspeed":  # whose name for it is another; the loader's workers are by this one
+    if launcher == "deepspeed":  # deepspeed uses another name, but the loader counts its workers by this one
         environment.setdefault("LOCAL_WORLD_SIZE", environment.get("LOCAL_SIZE", str(world_size)))
         variables["LOCAL_WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"]
     local_world_size = _read_int(variables, "LOCAL_WORLD_SIZE", world_size) or 1
@@ -148,7 +148,7 @@ def read_launcher_env(
 
 
 def read_launcher_sizes(environment: Mapping[str, str], accelerate_file: str | None = None) -> tuple[int, int, str]:
-    """Return what an estimate needs of the launch: its processes, FSDP2's replicas and its `mixed_precision`."""
+    """Return the number of processes, FSDP2's replicas and `mixed_precision` of the launch, for an estimate."""
     variables = {**environment, **(_file_variables(accelerate_file, environment) if accelerate_file else {})}
     world_size = _read_int(variables, "WORLD_SIZE", 1)
     replicas = _read_replicas(variables, _is_true(variables, "ACCELERATE_USE_FSDP"), world_size)
@@ -164,11 +164,11 @@ def _launcher_name(environment: Mapping[str, str]) -> str:
 
 
 def _file_variables(path: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that `accelerate launch --config_file path` sets, by the code of Accelerate's launcher."""
+    """Return the variables that `accelerate launch --config_file path` sets, computed by Accelerate's own code."""
     if environment.get("ACCELERATE_MIXED_PRECISION"):
         raise ConfigError(f"--accelerate_config: {path}, but accelerate launch has its own --config_file; set only one")
     tree, world_size = read_yaml(Path(path)), _read_int(environment, "WORLD_SIZE", 1)
-    # Without quotes, YAML reads no as false.
+    # YAML reads an unquoted no as false.
     kind, precision = tree.get("distributed_type") or "NO", tree.get("mixed_precision", "no")
     if kind not in ("MULTI_GPU", "FSDP", "DEEPSPEED") and (kind != "NO" or world_size > 1):
         raise ConfigError(
@@ -181,7 +181,7 @@ def _file_variables(path: str, environment: Mapping[str, str]) -> dict[str, str]
         from accelerate.commands import launch
         from accelerate.utils import launch as environments
 
-        # Nothing is launched: one machine and any free port keep Accelerate from looking for the others.
+        # Nothing is launched. One machine and any free port keep Accelerate from looking for other machines.
         given = {"config_file": path, "num_processes": world_size, "num_machines": 1, "main_process_port": 0}
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
         parser = launch.launch_command_parser()
@@ -191,7 +191,7 @@ def _file_variables(path: str, environment: Mapping[str, str]) -> dict[str, str]
         of_kind = {"fsdp_config": "FSDP", "deepspeed_config": "DEEPSPEED"}
         if unused := [section for section, one in of_kind.items() if kind != one and getattr(file, section, None)]:
             raise ConfigError(f"{path}: {' and '.join(unused)}: no effect under distributed_type: {kind}; remove it")
-        # Accelerate takes any key of a section for an option, and reads those that it knows.
+        # Accelerate accepts any key in a section and ignores unknown ones.
         options = {action.dest for action in parser._actions}
         for section in ("fsdp_config", "deepspeed_config", "parallelism_config"):
             for key in getattr(file, section) or {}:
@@ -209,7 +209,7 @@ def _file_variables(path: str, environment: Mapping[str, str]) -> dict[str, str]
 
 
 def _check_variables(variables: Mapping[str, str], use_fsdp: bool, use_deepspeed: bool, launched: bool) -> None:
-    """Raise a `ConfigError` that names all variables of Accelerate by which their user expects another computation."""
+    """Raise a `ConfigError` that names all variables of Accelerate that make a user expect another computation."""
     problems = []
     if use_fsdp and (version := variables.get("FSDP_VERSION", "1")) != "2":
         problems.append(f"fsdp_version: expected 2, found {version}")
@@ -228,9 +228,9 @@ def _check_variables(variables: Mapping[str, str], use_fsdp: bool, use_deepspeed
 
 
 def _read_replicas(variables: Mapping[str, str], use_fsdp: bool, world_size: int) -> int:
-    """Return over how many replicas of the model the processes are distributed; 1 without hybrid sharding.
+    """Return the number of replicas of the model, 1 without hybrid sharding.
 
-    Of the sizes in `parallelism_config`, all but replicas x shards of FSDP2 are a `ConfigError`.
+    `parallelism_config` may set replicas and shards of FSDP2. Any other size is a `ConfigError`.
     """
     names = [name for name in variables if name.startswith("PARALLELISM_CONFIG_") and name.endswith("_SIZE")]
     sizes = {name.lower(): _read_int(variables, name, 1) for name in names}
@@ -267,5 +267,5 @@ def _read_int(variables: Mapping[str, str], name: str, default: int) -> int:
 
 
 def _is_true(variables: Mapping[str, str], name: str) -> bool:
-    """Return whether a variable is set to true, as Accelerate spells it."""
+    """Return whether a variable is true, as Accelerate spells it."""
     return variables.get(name, "false").lower() == "true"

@@ -1,4 +1,4 @@
-"""Calls of Accelerate and DeepSpeed: what they see of the environment, and what becomes of their errors."""
+"""Calls of Accelerate and DeepSpeed: the variables that they see, and the handling of their errors."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pydantic import ValidationError
 from mmldlm.errors import ConfigError
 from mmldlm.utils.short_repr import short_repr, truncate
 
-# Before the first import of DeepSpeed, which would otherwise warn on every machine without a GPU.
+# Set before DeepSpeed is imported, which would otherwise warn on every machine without a GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
 
-PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")  # of Accelerate's variables
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "MEGATRON_LM_")  # prefixes of Accelerate's variables
 LIBRARIES = ("accelerate", "deepspeed", "pydantic")
 MAX_MESSAGE_CHARS = 400
 
 
 @contextmanager
 def library_call(source: str, variables: Mapping[str, str]) -> Iterator[None]:
-    """Call Accelerate or DeepSpeed in the body, with these variables of Accelerate and no others.
+    """Call Accelerate or DeepSpeed in the body, with only these of Accelerate's variables.
 
-    What the libraries say of a value is raised as a `ConfigError` of one line; errors of other kinds, or that our code
-    or PyTorch raises, pass unchanged. `source` names the file that the libraries follow, or the engine.
+    If a library objects to a value, this is a one-line `ConfigError`. Other kinds of errors pass unchanged, and so do
+    errors of our code or PyTorch. `source` names the file that the libraries follow, or the engine.
     """
     hidden = _pop_variables()
     os.environ.update(variables)
@@ -35,13 +35,13 @@ def library_call(source: str, variables: Mapping[str, str]) -> Iterator[None]:
         yield
     except Exception as error:
         package = _raised_in(error)
-        # DeepSpeed checks values by assertions as well; one without words is a bug.
+        # DeepSpeed also checks values by assertions. An assertion without a message is a bug.
         says = isinstance(error, ValueError) or (isinstance(error, AssertionError) and str(error))
         if package not in LIBRARIES or not (says or type(error).__name__ == "DeepSpeedConfigError"):
             raise
         raise ConfigError(f"{source}: {_message(error)} ({type(error).__name__} in {package})") from error
     finally:
-        _pop_variables()  # Accelerate itself selects the engine for later starts in this process
+        _pop_variables()  # otherwise Accelerate would select this engine for later starts, too
         os.environ.update(hidden)
 
 
@@ -50,7 +50,7 @@ def _pop_variables() -> dict[str, str]:
 
 
 def _raised_in(error: BaseException) -> str:
-    """Return the package that raised the error, also by way of the standard library."""
+    """Return the package that raised the error, also if the standard library raised it for that package."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in reversed(frames)]
     return next((package for package in packages if package not in sys.stdlib_module_names), "")

@@ -1,4 +1,4 @@
-"""A trial forward and backward pass that finds out whether a batch fits in memory and has no other effect."""
+"""A trial forward and backward pass that tells whether a batch fits into memory, and changes nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ THREAD_EXIT_TIMEOUT_S = 10.0
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation on the device or the host has failed."""
+    """Return whether an allocation on the device or the host failed."""
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
         isinstance(error, Exception) and should_reduce_batch_size(error)
     )
@@ -33,21 +33,21 @@ def fits_in_memory(
     accumulates: bool,
     comm_buffer_bytes: int = 0,
 ) -> bool:
-    """Return whether this rank has the memory for a loss, its gradients and the optimizer's state; not collective.
+    """Return whether this rank has the memory for a loss, its gradients and the optimizer's state (not collective).
 
-    Weights, gradients, random number generators and the hooks of engines are not changed. `model` is a network whose
-    forward pass is not collective; what its optimizer allocates in its first step, and if the step `accumulates` the
-    gradients of other micro-batches, are in memory during the trial, as are the engine's buffers.
+    Weights, gradients, random number generators and engine hooks stay unchanged. The forward pass of `model` must not
+    be collective. During the trial, memory also holds the state that the optimizer allocates in its first step, the
+    engine's buffers and, if the step `accumulates`, the gradients of other micro-batches.
     """
 
     def forward_backward() -> None:
         if device.type == "cuda":
-            torch.cuda.set_device(device)  # per thread
-        # New parameters that share the weights' memory: the hooks of DDP and DeepSpeed on the model's own do not run.
+            torch.cuda.set_device(device)  # the current device is a setting of the thread
+        # New parameters share the memory of the weights. Hooks of DDP and DeepSpeed on the original ones do not run.
         weights: dict[str, Tensor] = {
             name: nn.Parameter(weight.detach(), weight.requires_grad) for name, weight in model.named_parameters()
         }
-        # In a real step the gradients of earlier micro-batches are in memory from the beginning of the forward pass.
+        # In a real step, gradients of earlier micro-batches are in memory when the forward pass begins.
         if accumulates:
             for weight in weights.values():
                 weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
@@ -60,7 +60,7 @@ def fits_in_memory(
             loss_fn(lambda *inputs: functional_call(model, weights, inputs)).backward()
 
     fits = True
-    # A backward pass that fails leaves its remaining work, and thereby memory, in a queue of its thread.
+    # A backward pass that fails leaves its remaining work in a queue of its thread, which keeps memory.
     with ThreadPoolExecutor(1) as pool:
         thread = Path(f"/proc/self/task/{pool.submit(threading.get_native_id).result()}")  # on Linux
         try:
@@ -69,9 +69,9 @@ def fits_in_memory(
             if not is_out_of_memory(error):
                 raise
             fits = False
-    # Not in the handler, where the error's traceback still holds tensors.
+    # Outside of the handler, because the error's traceback holds tensors.
     if not fits:
-        # Python reports the end of a thread before C++ frees its memory.
+        # Python reports the end of a thread before C++ has freed its memory.
         deadline = time.monotonic() + THREAD_EXIT_TIMEOUT_S
         while thread.exists() and time.monotonic() < deadline:
             time.sleep(0.001)

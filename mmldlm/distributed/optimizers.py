@@ -1,4 +1,4 @@
-"""The optimizer of `optim`: how it is built, its description, and AdamW and Muon for parameters that FSDP2 shards."""
+"""Build and describe the optimizer of `optim`, including AdamW and Muon for parameters that FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mmldlm.optim.param_groups import muon_matrices, parameter_groups
 
 
 def check_device(config: OptimConfig, offloaded: bool, device_type: str) -> None:
-    """Check that the optimizer's kernels run on the device, "cuda" or "cpu", or raise `ConfigError`."""
+    """Raise `ConfigError` if the optimizer's kernels do not run on this type of device, "cuda" or "cpu"."""
     if config.name == "deepspeed_adam" and not offloaded and device_type != "cuda":
         raise ConfigError(
-            f"optim.name: deepspeed_adam is DeepSpeed's FusedAdam here, which is for CUDA, found {device_type}; "
+            f"optim.name: found deepspeed_adam, but without offload its kernel needs CUDA, and this is {device_type}; "
             "expected adamw, or an engine that offloads the optimizer: zero2_offload, zero3_offload"
         )
 
@@ -31,7 +31,7 @@ def check_state_compatible(saved: OptimizerName, requested: OptimizerName) -> No
     """Raise `ConfigError` if optimizer `requested` cannot resume from the state of optimizer `saved`."""
     if (saved == "muon") != (requested == "muon"):
         raise ConfigError(
-            f"optim.name: the checkpoint holds the state of {saved}, from which {requested} cannot resume; expected "
+            f"optim.name: found {requested}, which cannot resume from the optimizer state of {saved}; expected "
             f"{saved if saved == 'muon' else 'adamw or deepspeed_adam'}"
         )
 
@@ -39,18 +39,18 @@ def check_state_compatible(saved: OptimizerName, requested: OptimizerName) -> No
 def build_optimizer(
     model: nn.Module, config: OptimConfig, offloaded: bool = False, sharded: bool = False
 ) -> torch.optim.Optimizer:
-    """Build the optimizer over the trainable parameters of `model`. The engine must support it, see `capabilities`.
+    """Build the optimizer for the trainable parameters of `model`. The engine must support it, see `capabilities`.
 
-    It steps on the host if `offloaded`; with `sharded`, the parameters will be DTensors.
+    If `offloaded`, it steps on the host. If `sharded`, the parameters will be DTensors.
     """
     adamw: dict[str, Any] = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.name == "deepspeed_adam":
         from mmldlm.distributed.deepspeed_adam import build_deepspeed_adam
 
         return build_deepspeed_adam(parameter_groups(model, config.weight_decay), offloaded, **adamw)
-    adamw["fused"] = bool(config.fused)  # auto: on every device that we train on
+    adamw["fused"] = bool(config.fused)  # auto is true on every device that we train on
     if config.name == "adamw":
-        # DeepSpeed knows PyTorch's own class.
+        # DeepSpeed recognizes only PyTorch's own class.
         kind = ShardedAdamW if sharded else torch.optim.AdamW
         return kind(parameter_groups(model, config.weight_decay), **adamw)
 
@@ -62,8 +62,8 @@ def build_optimizer(
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
-    """Return the implementation that steps, for the user, such as "torch.AdamW, fused"."""
-    # `MuonAdamW` has two parts, the second of which is AdamW; any other optimizer stands for itself.
+    """Return the implementation for the user, for example "torch.AdamW, fused"."""
+    # `MuonAdamW` has two parts, Muon and AdamW. Any other optimizer is its own only part.
     *matrices, adam = getattr(optimizer, "parts", [optimizer])
     kind = torch.optim.AdamW if isinstance(adam, ShardedAdamW) else type(adam)
     name = f"{kind.__module__.split('.')[0]}.{kind.__name__}"
@@ -75,10 +75,10 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> str:
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """PyTorch's AdamW, which updates the shards of DTensors as plain tensors.
+    """PyTorch's AdamW, which updates shards of DTensors as plain tensors.
 
-    The update is element-wise, so it needs no other shard. As operations of DTensors it has the same result, after more
-    work on the host for each parameter than the update takes on a GPU.
+    The update is element-wise, so it needs no other shard. DTensor operations would have the same result, but take more
+    work on the host, for each parameter, than the update takes on a GPU.
     """
 
     def _init_group(self, group: dict[str, Any], *tensor_lists: list[torch.Tensor]) -> bool:
@@ -88,17 +88,17 @@ class ShardedAdamW(torch.optim.AdamW):
         return bool(has_complex)
 
 
-_STACKED = 8  # matrices of one shape that are orthogonalized at once
+_STACKED = 8  # matrices of one shape that we orthogonalize at once
 
 
 class ShardedMuon(torch.optim.Muon):
     """PyTorch's Muon, which gathers a sharded matrix to orthogonalize it.
 
-    PyTorch's own runs the Newton-Schulz iteration on shards: 11 to 16 collectives per matrix, partial sums rounded to
-    bfloat16, so that an update is up to 3 % off, and an error for a matrix with fewer rows than ranks. Here a single
-    gather of bfloat16 suffices, and the update is bit-identical to that of one process. On a CPU the iteration is in
-    float32, and matrices of one shape share its products. How fast bfloat16 is there depends on the kind of CPU: some
-    take half as long as in float32, others two or ten times as long, and what a run learns would differ with them.
+    PyTorch's own runs the Newton-Schulz iteration on shards. That takes 11 to 16 collectives per matrix, rounds partial
+    sums to bfloat16, so that an update is up to 3 % off, and fails for a matrix with fewer rows than ranks. Here a
+    single gather of bfloat16 suffices, and the update is bit-identical to a single process. On a CPU, the iteration
+    runs in float32, and matrices of one shape share its products. CPUs differ in their speed for bfloat16: some take
+    half as long as for float32, others two or ten times as long, and the results of a run would depend on it.
     """
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class ShardedMuon(torch.optim.Muon):
                     self._step(alike[start : start + size], group, in_float32)
 
     def _step(self, parameters: Sequence[Tensor], group: Mapping[str, Any], in_float32: bool) -> None:
-        """Update matrices of one shape as `torch.optim.Muon` does. All but the iteration is element-wise."""
+        """Update matrices of one shape like `torch.optim.Muon`. Only the iteration is not element-wise."""
         updates = [self._update(parameter, group) for parameter in parameters]
         numbers = group["ns_coefficients"], group["ns_steps"], group["eps"]
         if in_float32:
@@ -129,30 +129,30 @@ class ShardedMuon(torch.optim.Muon):
             orthogonals = [_zeropower_via_newtonschulz(update, *numbers) for update in updates]
         for parameter, orthogonal in zip(parameters, orthogonals, strict=True):
             if isinstance(parameter, DTensor):
-                # All ranks have computed the same matrix, so each slices its own copy, without communication.
+                # All ranks have computed the same matrix, so each slices its copy without communication.
                 mesh, placements = parameter.device_mesh, parameter.placements
                 orthogonal = distribute_tensor(orthogonal, mesh, placements, src_data_rank=None)
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(orthogonal, alpha=-_adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape))
 
     def _update(self, parameter: Tensor, group: Mapping[str, Any]) -> Tensor:
-        """Return what is to be orthogonalized, whole; the mean of the gradients is updated."""
+        """Update the running mean of the gradients, and return the whole matrix to orthogonalize."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         mean = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
-        # The iteration rounds to bfloat16 first, so gathering in bfloat16 loses nothing.
+        # The iteration rounds to bfloat16 anyway, so gathering in bfloat16 loses nothing.
         update = (gradient.lerp(mean, group["momentum"]) if group["nesterov"] else mean).bfloat16()
         return update.full_tensor() if isinstance(update, DTensor) else update
 
 
 def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, epsilon: float) -> Tensor:
-    """Return about the nearest orthogonal matrices [K, R, C] in float32.
+    """Return approximately the nearest orthogonal matrices [K, R, C] in float32.
 
     Each step is X <- F X with F = a + b A + c A^2 and A = X X^T (Muon, https://kellerjordan.github.io/posts/muon/). The
-    F of all steps are polynomials of the first A, so they commute, the next A is F A F, and the wide X is multiplied
-    once, at the end. For matrices that are nearly square that would take more products than it saves.
+    F of all steps are polynomials of the first A, so they commute, and the next A is F A F. Therefore the wide X is
+    multiplied only once, at the end. If a matrix is nearly square, that would take more products than it saves.
     """
     a, b, c = coefficients
     is_tall = matrices.shape[1] > matrices.shape[2]
@@ -176,25 +176,25 @@ def newton_schulz(matrices: Tensor, coefficients: tuple[float, float, float], st
 class MuonAdamW(torch.optim.Optimizer):
     """Muon for the given matrices, AdamW for all other parameters.
 
-    This object holds groups and state, where engines, checkpoints and the learning-rate schedule expect them; its two
-    optimizers share them. Muon's updates are scaled to the size of AdamW's (`match_rms_adamw`, arXiv 2502.16982,
-    section 2.2), so that one learning rate and one weight decay fit both.
+    Engines, checkpoints and the learning-rate schedule expect groups and state in one object, so this one holds them,
+    and its two optimizers share them. Muon's updates are scaled to the size of AdamW's (`match_rms_adamw`, arXiv
+    2502.16982, section 2.2), so that one learning rate and one weight decay fit both.
     """
 
-    # PyTorch's marker of optimizers that skip a step by a flag on the device, which Muon does not support.
+    # PyTorch's marker for optimizers that can skip a step by a flag on the device. Muon cannot.
     _step_supports_amp_scaling = False
 
     def __init__(
         self, matrices: Sequence[Tensor], muon: Mapping[str, Any], rest: list[dict[str, Any]], adamw: Mapping[str, Any]
     ):
-        """Build Muon for `matrices` and AdamW for the groups `rest`; `muon` and `adamw` are options of PyTorch's."""
+        """Build Muon for `matrices` and AdamW for the groups `rest`. `muon` and `adamw` are PyTorch's options."""
         self._muon = ShardedMuon(list(matrices), adjust_lr_fn="match_rms_adamw", **muon)
         self._adamw = ShardedAdamW(rest, **adamw)
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
 
     @property
     def parts(self) -> tuple[ShardedMuon, ShardedAdamW]:
-        """Both optimizers with the current groups and state, which loading and engines may have replaced."""
+        """Both optimizers, with the current groups and state, because loading and engines may have replaced them."""
         # Only Muon's groups have `ns_steps`.
         for part, is_muon in ((self._muon, True), (self._adamw, False)):
             part.state = self.state

@@ -1,4 +1,4 @@
-"""Joining the process group that a launcher describes, with or without an engine on top of it."""
+"""Join the process group that a launcher describes, with or without an engine on top of it."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from mmldlm.distributed.launch import SINGLE, LauncherEnv
 from mmldlm.distributed.watchdog import Watchdog
 from mmldlm.errors import ConfigError, PeerLostError, exit_code_and_cause
 
-RENDEZVOUS_TIMEOUT_S = 30.0, 300.0  # bounds of the wait for the other processes to connect
+RENDEZVOUS_TIMEOUT_S = 30.0, 300.0  # bounds of the wait for other processes to connect
 NCCL_MARGIN_S = 30.0
 FLIGHT_RECORDER_ENTRIES = 2000
-# PyTorch's default, "SkipCleanUp": end the process without `ncclCommAbort`, which may hang itself.
+# PyTorch's default, "SkipCleanUp", ends the process without `ncclCommAbort`, which may hang.
 ASYNC_ERROR_HANDLING = "3"
-_BY_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # which torchrun sets to 1 where its user has set nothing
-_exported: dict[str, str] = {}  # by this process, which may train several runs in turn; others are the user's
-_groups = count()  # that this process has joined, one after another
+_BY_TORCHRUN = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torchrun sets it to 1 if the user has not set it
+_exported: dict[str, str] = {}  # set by this process, perhaps for an earlier run
+_groups = count()  # counts the groups that this process joins, one after another
 
 
 def settings_to_export(config: DistributedConfig) -> dict[str, str]:
     """Return the variables that PyTorch and NCCL read when the process group starts."""
     return {
-        # PyTorch's defaults: if they are off, no timeout of NCCL ends the process.
+        # PyTorch's defaults. If they were off, no timeout of NCCL would end the process.
         "TORCH_NCCL_ENABLE_MONITORING": "1",
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "1",
         "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": str(config.heartbeat_timeout_s),
@@ -47,7 +47,7 @@ def settings_to_export(config: DistributedConfig) -> dict[str, str]:
 
 
 def export_settings(config: DistributedConfig) -> None:
-    """Set the variables of `settings_to_export` that the user has not set; `ConfigError` for a timeout above a day."""
+    """Set the variables of `settings_to_export`, unless the user has. A timeout above a day is a `ConfigError`."""
     if "TORCHELASTIC_RUN_ID" in os.environ and os.environ.get(_BY_TORCHRUN) == "1":
         _exported.setdefault(_BY_TORCHRUN, "1")
     for name, value in settings_to_export(config).items():
@@ -60,30 +60,30 @@ def export_settings(config: DistributedConfig) -> None:
 
 
 def kept_variables(config: DistributedConfig) -> list[str]:
-    """Return a line about each variable that has the user's value instead of that of the settings, or has no effect."""
+    """Return a line for each variable that overrides a setting with the user's value, or has no effect."""
     ours = settings_to_export(config)
     kept = {name: os.environ[name] for name, value in ours.items() if os.environ.get(name, value) != value}
     return [
         *(f"{name}: no effect; use distributed.{SUPERSEDED[name]}" for name in SUPERSEDED if name in os.environ),
         *(
-            f"{name}: {value} of the environment is kept, {ours[name]} of the settings (distributed) has no effect"
+            f"{name}: the value {value} from the environment is used, not {ours[name]} from the settings in distributed"
             for name, value in kept.items()
         ),
     ]
 
 
 def use_interface_for(address: str, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Make gloo and NCCL use the interface by which this machine reaches `address`, unless the user has set another.
+    """Make gloo and NCCL use the interface that reaches `address`, unless the user has set another one.
 
-    By default gloo uses the interface that the host's own name resolves to, often loopback, and NCCL guesses. For an
-    address of this machine it is the interface that has it, by which the other nodes come in.
+    By default, gloo uses the interface that the host's own name resolves to, often loopback, and NCCL guesses. If
+    `address` belongs to this machine, we take the interface that has it, because the other nodes come in there.
     """
     try:
         target = str(socket.getaddrinfo(address, None, type=socket.SOCK_DGRAM)[0][4][0])
         with socket.socket(socket.AF_INET6 if ":" in target else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))  # on a datagram socket this sends nothing and chooses the source address
+            probe.connect((target, 9))  # on a datagram socket, this only chooses the source address
             source = probe.getsockname()[0]
-    except OSError:  # the name is not resolved, or there is no route
+    except OSError:  # the name does not resolve, or there is no route
         return
     for interface, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == source for entry in addresses):
@@ -95,13 +95,13 @@ def use_interface_for(address: str, environment: MutableMapping[str, str] = os.e
 def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchdog:
     """Start the default process group and a watchdog on its store (collective).
 
-    This comes before any library starts a group, which would have another timeout than `config.timeout_s`. It is a
-    `ConfigError` if this node has fewer GPUs than processes, or another program uses the port, and a `PeerLostError` if
-    the rendezvous fails or times out.
+    We do this before any library starts a group, whose timeout would not be `config.timeout_s`. If this node has fewer
+    GPUs than processes, or another program uses the port, this is a `ConfigError`. If the rendezvous fails or times
+    out, it is a `PeerLostError`.
     """
     # With 1,024 ranks, gloo and rank 0's store need more than the usual limit of 1,024 open files.
     _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # some systems do not allow what they name as the maximum
+    with suppress(OSError, ValueError):  # some systems do not allow the maximum that they report
         resource.setrlimit(resource.RLIMIT_NOFILE, (maximum, maximum))
     device = None
     if torch.cuda.is_available():
@@ -119,8 +119,8 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
     try:
         store, rank, world_size = _rendezvous(launch.master, rendezvous_timeout)
         store.set_timeout(timeout)
-        # torchrun's static rendezvous keeps its store across restarts; keys of an earlier attempt must not be read, nor
-        # those of an earlier group of these processes.
+        # torchrun's static rendezvous keeps its store across restarts. We must not read keys of an earlier attempt, or
+        # of an earlier group of these processes.
         attempt = f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}.{next(_groups)}"
         store = dist.PrefixStore(f"attempt{attempt}", store)
         dist.init_process_group(
@@ -149,26 +149,26 @@ def join_process_group(config: DistributedConfig, launch: LauncherEnv) -> Watchd
 
 @cache
 def _rendezvous(master: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return the launch's store, rank and world size; rank 0 may host the store, which then lasts as long as it."""
+    """Return the launch's store, rank and world size. Rank 0 may host the store, which then lasts as long as rank 0."""
     return next(iter(dist.rendezvous("env://", timeout=timeout)))
 
 
 def set_group_timeouts(timeout_s: float) -> None:
-    """Give all process groups the timeout of the default one; those that libraries create have PyTorch's 30 minutes."""
+    """Give all process groups the timeout of the default one. Groups of libraries would have PyTorch's 30 minutes."""
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(_group_timeout(timeout_s), group)
 
 
 def _group_timeout(timeout_s: float) -> timedelta:
-    # PyTorch handles a timeout of NCCL by SIGABRT; our watchdog exits cleanly, and has to come first.
+    # At a timeout of NCCL, PyTorch raises SIGABRT. Our watchdog exits cleanly and must be faster.
     return timedelta(seconds=timeout_s + NCCL_MARGIN_S if torch.cuda.is_available() else timeout_s)
 
 
 @contextmanager
 def process_group(config: DistributedConfig, launch: LauncherEnv) -> Iterator[Collectives]:
-    """Yield the collectives of the launched processes, whatever engine is configured: each holds a full model.
+    """Yield the collectives of the launched processes. Each process holds a full model, whatever the engine.
 
-    An error in the body on one rank ends the body on all; a lost rank is a `PeerLostError`.
+    An error in the body on one rank ends the body on all. A lost rank is a `PeerLostError`.
     """
     if launch.engine == SINGLE:
         yield Collectives()
@@ -185,7 +185,7 @@ def process_group(config: DistributedConfig, launch: LauncherEnv) -> Iterator[Co
 
 @contextmanager
 def published_failures(processes: Collectives) -> Iterator[None]:
-    """Tell the other ranks of an error in the body; one that a lost peer has caused is raised as PeerLostError."""
+    """Tell the other ranks about an error in the body. If a lost peer caused it, raise PeerLostError instead."""
     try:
         yield
     except Exception as error:

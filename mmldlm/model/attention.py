@@ -47,7 +47,7 @@ class AttentionConfig:
         "is FlashAttention 4 if flash-attn-4 is installed and the compute capability is 9 or 10. efficient: "
         "other CUDA GPUs and fp32. sdpa: any device, by groups of samples of equal length. auto: the first of "
         "them that supports the device, the precision and the head width (model.width / model.num_heads). "
-        "`mmldlm doctor` and the dry run print the choice",
+        "`mmldlm train --check` and the dry run print the choice",
     )
 
 

@@ -35,6 +35,7 @@ REMOVED_WORDS = {
     "report": "use `mmldlm compare RUN...`: --json has what was in final_metrics.json, --figures draws the curves",
     "align": "map the new vectors to the run's latents yourself, and give those to a bundle of `mmldlm export`",
     "sample --watch": "read the finished texts",
+    "doctor": "use `mmldlm train CONFIG --check`, and `mmldlm train --check` for the machine alone",
     "demo": "use `python examples/demo.py RUN` of the checkout",
     **dict.fromkeys(("prepare --cluster", "prepare --cluster-option"), "use --processes, or prepare on one machine"),
     "prepare --no-normalise": "use --no-normalize",

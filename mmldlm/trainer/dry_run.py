@@ -1,4 +1,4 @@
-"""`mmldlm train CONFIG --dry-run`: what a run needs; with `--gpus 8x80GB`, which engines and micro-batches fit."""
+"""`mmldlm train CONFIG --dry-run`: the needs of a run. `--gpus 8x80GB` adds the engines and micro-batches that fit."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from mmldlm.trainer.startup_report import data_notices
 from mmldlm.utils.format import format_number, human_duration
 
 HSDP = "fsdp2_hsdp"  # FSDP2 within each node, as `scripts/launch_node.sh` calls it
-GPU_ENGINES = (DDP, "zero1", "zero2", FSDP2, HSDP, "zero3")  # of several GPUs, the simplest first
+GPU_ENGINES = (DDP, "zero1", "zero2", FSDP2, HSDP, "zero3")  # for several GPUs, the simplest first
 CHECKPOINTING: tuple[Literal["none", "selective", "full"], ...] = ("none", "selective", "full")
-BUSY_TOKENS = 16_384  # of a micro-batch, below which a GPU of the present waits for the host
-SAVE_BYTES_S = 1e9  # of a process, an assumption
+BUSY_TOKENS = 16_384  # with fewer tokens in a micro-batch, a current GPU waits for the host
+SAVE_BYTES_S = 1e9  # bytes/s that we assume a process writes
 # Hours of a GPU between unexpected interruptions: 419 in 54 days on 16,384 GPUs (Llama 3, arXiv 2407.21783).
 GPU_HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
 
 
 def print_estimate(config: RunConfig, accelerate_file: str | None = None) -> None:
-    """Print the resolved config and the estimate to stdout, for the processes that the launcher started."""
+    """Print the resolved config and the estimate to stdout, for as many processes as the launcher started."""
     world_size, replicas, mixed_precision = read_launcher_sizes(os.environ, accelerate_file)
     config = resolve_precision(config, mixed_precision)
     store = drop_bad_samples(open_data(config.data.location), "train", config.data.max_bad_samples)
@@ -94,11 +94,11 @@ class Gpus:
 
     nodes: int
     per_node: int
-    gigabytes: float  # of each
+    gigabytes: float  # memory of each GPU
 
     @classmethod
     def parse(cls, text: str, nodes: int) -> Gpus:
-        """Return `nodes` nodes with GPUs as in "8x80GB"."""
+        """Parse the GPUs of a node, for example "8x80GB", for this many nodes."""
         match = re.fullmatch(r"(\d+)x(\d+(?:\.\d+)?)GB", text)
         if not match or not int(match[1]) or not float(match[2]):
             raise UsageError(f"--gpus: expected number and memory of a node's GPUs, such as 8x80GB, found {text!r}")
@@ -112,20 +112,21 @@ class Gpus:
 
 
 class Choice(NamedTuple):
-    """A way to train the config, and what it needs."""
+    """One way to train the config, and the memory that it needs."""
 
     micro_batch: str  # the setting
     checkpointing: Literal["none", "selective", "full"]
     tokens: int  # text and latent tokens of the largest micro-batch
     engine: str
-    gigabytes: float  # of each GPU, by the estimate
-    excess: float  # gigabytes that are too much; 0 or less if it fits
+    gigabytes: float  # estimated memory of each GPU
+    excess: float  # gigabytes over the limit, 0 or less if it fits
 
 
 def print_choices(config: RunConfig, gpus: Gpus, arguments: Sequence[str]) -> None:
-    """Print what each engine and micro-batch needs, the save interval, and the command of the first choice.
+    """Print the memory of every engine and micro-batch, the save interval, and the command of the first choice.
 
-    `arguments` are config file and overrides of that command. If nothing fits, it is a `ConfigError` after the table.
+    `arguments` are the config file and the overrides for that command. If nothing fits, a `ConfigError` follows the
+    table.
     """
     config = resolve_precision(config)
     store = drop_bad_samples(open_data(config.data.location), "train", config.data.max_bad_samples)
@@ -137,10 +138,10 @@ def print_choices(config: RunConfig, gpus: Gpus, arguments: Sequence[str]) -> No
     failure_s = 3600 * GPU_HOURS_BETWEEN_FAILURES / gpus.count
     interval_s = save_interval(save_s, failure_s)
     print(
-        f"save every {human_duration(interval_s)}, by Young/Daly for saves of {save_s:.2g} s (1 GB/s for each process) "
-        f"and an interruption every {failure_s / 3600:,.0f} h (that of Llama 3's GPUs, arXiv 2407.21783)"
+        f"save every {human_duration(interval_s)}: by Young/Daly, if a save takes {save_s:.2g} s (1 GB/s per process) "
+        f"and there is an interruption every {failure_s / 3600:,.0f} h (as on Llama 3's GPUs, arXiv 2407.21783)"
     )
-    print(f"first choice: {best.engine}; it keeps a GPU busy, then recomputes least, then has the simplest engine")
+    print(f"first choice: {best.engine} (keeps a GPU busy, then recomputes least, then has the simplest engine)")
     settings = (
         best.micro_batch,
         f"memory.activation_checkpointing={best.checkpointing}",
@@ -155,9 +156,9 @@ def print_choices(config: RunConfig, gpus: Gpus, arguments: Sequence[str]) -> No
 
 
 def search(config: RunConfig, store: Store, gpus: Gpus) -> tuple[list[Choice], Estimate]:
-    """Return the choices by activation checkpointing, micro-batch and engine, and the costs of the last one.
+    """Return the choices, by activation checkpointing, micro-batch and engine, and the cost of the last one.
 
-    Micro-batches become smaller until one fits under all engines. If the largest does, nothing more is recomputed.
+    We halve micro-batches until one fits under all engines. If the largest fits, we try no more recomputation.
     """
     features = requested_features(config)
     engines = [
@@ -191,7 +192,7 @@ def search(config: RunConfig, store: Store, gpus: Gpus) -> tuple[list[Choice], E
 
 
 def micro_batches(train: TrainConfig, store: Store, world_size: int) -> tuple[str, list[int]]:
-    """Return the name of the setting and the sizes to try, largest first: tokens if the config has a budget of them."""
+    """Return the setting's name and the sizes to try, largest first. With a token budget, the sizes are in tokens."""
     if budget := train.micro_batch_tokens:
         least = store.split("train").mean_length
         smaller = takewhile(lambda size: size >= least, (4 * budget >> halvings for halvings in count(1)))
@@ -202,7 +203,7 @@ def micro_batches(train: TrainConfig, store: Store, world_size: int) -> tuple[st
 
 
 def first_choice(choices: Sequence[Choice], gpus: Gpus) -> Choice:
-    """Return the choice that fits and keeps a GPU busy, then recomputes least, then has the simplest engine."""
+    """Return the best choice: it fits and keeps a GPU busy, then recomputes least, then has the simplest engine."""
     if fitting := [choice for choice in choices if choice.excess <= 0]:
         order = (SINGLE, *GPU_ENGINES)
         return min(
@@ -216,16 +217,16 @@ def first_choice(choices: Sequence[Choice], gpus: Gpus) -> Choice:
         )
     least = format_number(min(choice.gigabytes for choice in choices))
     raise ConfigError(
-        f"--gpus: nothing fits into {USABLE_SHARE:.0%} of {gpus.gigabytes:g} GB, the least is {least} GB; what helps: "
-        "more GPUs under fsdp2 or zero3, zero3_offload, more memory, a smaller network, shorter samples"
+        f"--gpus: nothing fits into {USABLE_SHARE:.0%} of {gpus.gigabytes:g} GB, the smallest choice needs {least} GB; "
+        "try more GPUs under fsdp2 or zero3, zero3_offload, GPUs with more memory, a smaller network or shorter samples"
     )
 
 
 def table(choices: Sequence[Choice], gpus: Gpus) -> list[str]:
-    """Return the lines of a table with a row for each micro-batch and a column for each engine."""
+    """Return a table with a row for each micro-batch and a column for each engine."""
     rows = [list(row) for _, row in groupby(choices, key=lambda choice: choice[:3])]
     lines = [
-        f"GB of each of {gpus.count} GPUs of {gpus.gigabytes:g} GB by the estimate, which may fill {USABLE_SHARE:.0%}; "
+        f"estimated GB on each of {gpus.count} GPUs with {gpus.gigabytes:g} GB, {USABLE_SHARE:.0%} of it usable; "
         "(+x): x GB too many",
         f"{'micro-batch':<32}{'tokens':>8}  {'recomputed':<11}" + "".join(f"{choice.engine:>18}" for choice in rows[0]),
     ]
@@ -239,9 +240,9 @@ def table(choices: Sequence[Choice], gpus: Gpus) -> list[str]:
 
 
 def save_interval(save_s: float, failure_s: float) -> float:
-    """Return the seconds between checkpoints that lose least time, sqrt(2 x save x mean time between failures).
+    """Return the seconds between checkpoints that waste the least time: sqrt(2 x save x mean time between failures).
 
-    Young 1974 (doi 10.1145/361147.361115); for saves much shorter than the time between failures also the first order
-    of Daly 2006 (doi 10.1016/j.future.2004.11.016).
+    From Young 1974 (doi 10.1145/361147.361115). If saves are much shorter than the time between failures, it equals the
+    first order of Daly 2006 (doi 10.1016/j.future.2004.11.016).
     """
     return sqrt(2 * save_s * failure_s)

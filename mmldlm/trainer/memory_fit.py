@@ -1,7 +1,7 @@
-"""`fit_run`: before the first step, the run's largest micro-batch is tried; `train.auto_micro_batch` halves what fails.
+"""Try the largest micro-batch before the first step. `train.auto_micro_batch` halves micro-batches until they fit.
 
-A rank tries a forward and backward pass by itself. Under an engine that shards weights it cannot, since the forward
-pass gathers them from all ranks: there the first step is the trial.
+Every rank tries a forward and backward pass on its own. That is impossible if the engine shards weights, because a
+forward pass then gathers them from all ranks: under such an engine, the first step is the trial.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from mmldlm.utils.progress import Progress
 def fit_run(
     config: RunConfig, components: Components, engine: Engine, state: TrainState
 ) -> tuple[RunConfig, Components, list[dict[str, Any]], list[str]]:
-    """Try the largest micro-batch of the steps after `state`, on all ranks (collective).
+    """Try the largest micro-batch of the steps after `state` on all ranks (collective).
 
-    Return config and components with sizes that fit, the values to log of each change, and lines for the user. One that
-    does not fit is a `ConfigError`, with `train.auto_micro_batch` only a single sample.
+    Return config and components with sizes that fit, a record of each change, and lines for the user. A micro-batch
+    that does not fit is a `ConfigError`. With `train.auto_micro_batch`, that can only be a single sample.
     """
     train, loader = config.train, components.loader
-    # A CPU tries on request alone: its system refuses no memory, but ends a process that takes too much.
+    # On a CPU, only on request: Linux grants any memory and kills a process that uses too much.
     tries = train.auto_micro_batch or engine.device.type == "cuda"
     if not tries or engine.shards_parameters or state.step >= train.steps:
         return config, components, [], []
@@ -82,7 +82,7 @@ def fit_run(
 
 
 def _too_large(key: str, lengths: Sequence[int], rank: int) -> ConfigError:
-    """Return the error of a micro-batch that does not fit."""
+    """Return the error for a micro-batch that does not fit."""
     smaller = "lower it or set train.auto_micro_batch=true, neither of which changes a curve, or "
     return ConfigError(
         f"train.{key}: the largest micro-batch, {len(lengths)} samples with {sum(lengths):,} tokens, does not fit into "
@@ -93,7 +93,7 @@ def _too_large(key: str, lengths: Sequence[int], rank: int) -> ConfigError:
 
 
 def _largest_step(loader: Loader, engine: Engine, size: BatchSize, steps: range, position: int) -> int:
-    """Return the step with the largest micro-batch; each rank searches its part of the steps (collective)."""
+    """Return the step with the largest micro-batch. Each rank searches a part of the steps (collective)."""
     share = -(-len(steps) // engine.world_size)
     part = steps[engine.rank * share :][:share]
     first = position + (part.start - steps.start) * size.global_batch_size
@@ -103,7 +103,7 @@ def _largest_step(loader: Loader, engine: Engine, size: BatchSize, steps: range,
 
 
 def _halve(size: BatchSize, world_size: int, tokens: int) -> BatchSize:
-    """Return the next smaller size, of half as many samples or tokens; `tokens` did not fit."""
+    """Return the next smaller size, with half as many samples or tokens, after `tokens` tokens did not fit."""
     if size.micro_batch_tokens:
         return replace(size, micro_batch_tokens=tokens // 2)
     samples = size.global_batch_size // world_size
@@ -112,11 +112,11 @@ def _halve(size: BatchSize, world_size: int, tokens: int) -> BatchSize:
 
 
 def _fits(components: Components, engine: Engine, batches: Sequence[Batch], index: int, size: BatchSize) -> bool:
-    """Return whether this rank has the memory for micro-batch `index` of a step, beside the gradients of others."""
+    """Return whether micro-batch `index` of a step fits on this rank, beside the gradients of other micro-batches."""
     objective, sizes = components.objective, components.corruption.sizes
 
     def loss_of(network: Network) -> Tensor:
-        # All of a step are on the device together, see `Trainer.accumulate`.
+        # All micro-batches of a step are on the device together, see `Trainer.accumulate`.
         noised = [all_masked(objective, batch) for batch in batches]
         noised = noised if sizes is None else sizes.fill(noised, size.micro_batch_tokens)
         noised = [batch.to(engine.device) for batch in noised]
@@ -128,7 +128,7 @@ def _fits(components: Components, engine: Engine, batches: Sequence[Batch], inde
 
 
 def all_masked(objective: Objective, batch: Batch) -> NoisedBatch:
-    """Return `batch` with all tokens masked, for which the network needs the most memory."""
+    """Return `batch` with every token masked, which takes the most memory."""
     ones = torch.ones(len(batch.lengths))
     mode = torch.full_like(ones, MODES.index("joint"), dtype=torch.int64)
     noise = Noise(mode, ones, ones, torch.zeros(batch.layout.num_tokens), torch.zeros_like(batch.latents), ones)
@@ -136,7 +136,7 @@ def all_masked(objective: Objective, batch: Batch) -> NoisedBatch:
 
 
 def warm_up(engine: Engine, components: Components) -> None:
-    """Run forward and backward of a sample if the engine needs it, see `Engine.warm_up` (collective)."""
+    """Run one sample forward and backward if the engine needs a warm-up, see `Engine.warm_up` (collective)."""
     objective = components.objective
 
     def loss_of(network: Network) -> Tensor:

@@ -1,6 +1,6 @@
-"""Start-up report: hardware, resolved settings, batch sizes and versions of a run, as JSON and as lines.
+"""Start-up report of a run: hardware, resolved settings, batch sizes and versions, as JSON and as lines.
 
-Also the other files that a start writes to the run folder.
+This module also writes the other files that a start puts into the run folder.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from mmldlm.trainer.setup import Components
 from mmldlm.utils.cpu import choose_threads, processor_name, slowdown
 from mmldlm.utils.files import write_atomically
 
-TILE_ROWS = 128  # of FlashAttention, forward and backward, at the usual width of a head
+TILE_ROWS = 128  # rows of FlashAttention's tiles, forward and backward, at the usual head width
 
 
 def open_records(
@@ -51,19 +51,19 @@ def open_records(
     run_dir: Path,
     end: ExitStack,
 ) -> tuple[Tracker, dict[str, Any]]:
-    """Open the records of a run, write its start-up report, and print it with `notes` (collective).
+    """Open the records of a run, write its start-up report, and print it after `notes` (collective).
 
-    Return the tracker, which is closed at the `end`, and the report.
+    Return the tracker and the report. The tracker is closed at the `end`.
     """
     state = restored.state
     threads_reason = choose_threads(state.threads) if engine.world_size == 1 else "the launcher's choice"
     state.threads = torch.get_num_threads()
     report = startup_report(engine, config, components, fingerprint, threads_reason) | {"init": restored.origin}
-    # Only rank 0 writes it, to its records and checkpoints.
+    # Only rank 0 writes the id, to records and checkpoints.
     recorded = recorded_run_id(run_dir / "metrics.jsonl") if config.resume != "never" else None
     saved = restored.run_id if config.resume == "auto" else None
     report["run_id"] = recorded or saved or uuid.uuid4().hex[:16]
-    # A run that died before its first checkpoint resumes from step 0; its old records are dropped as well.
+    # A run that died before its first checkpoint starts again at step 0, and its old records are dropped.
     resumed = config.resume != "never" and (run_dir / "metrics.jsonl").exists()
     outputs = config.log.tensorboard, config.log.trackers
     tracker = end.enter_context(Tracker(run_dir, config.train.steps, state.step, resumed, engine.is_main, *outputs))
@@ -115,7 +115,7 @@ def startup_report(
             *kept_variables(distributed),
             *data_notices(config, components.store, engine.world_size, engine.device.type),
             *precision_notices(config.precision, engine.device.type),
-            *["profile.memory_history: remembers allocations on a GPU; a CPU has none"]
+            *["profile.memory_history: has no effect on a CPU, because it records a GPU's allocations"]
             * (config.profile.memory_history > 0 and not on_cuda),
         ],
         "world_size": engine.world_size,
@@ -131,7 +131,7 @@ def startup_report(
         "parameters_total": sum(components.parameters.values()),
         "parameters_trainable": components.trainable,
         "frozen": list(config.freeze),
-        # The sizes of step 0 are entries of the report itself, those of later stages are nested.
+        # Sizes of the first stage are entries of the report itself, and later stages are nested.
         **batches.pop(0),
         "batch_schedule": {str(step): sizes for step, sizes in batches.items()},
         "warmup_steps": resolved_warmup(config.optim, config.train.steps),
@@ -152,7 +152,7 @@ def startup_report(
 
 
 def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
-    """Return share, samples and epochs over the whole run of each store of a mixture; empty for a single store."""
+    """Return share, samples and epochs of each store in a mixture over the whole run, or nothing for a single store."""
     split = components.store.split("train")
     epochs = components.loader.order.epochs(config.train.samples_before(config.train.steps))
     sources = [
@@ -169,7 +169,7 @@ def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
 
 
 def data_notices(config: RunConfig, store: Store, world_size: int, device_type: str) -> list[str]:
-    """Return a line for each size that does not suit the data: the largest global batch, the latent stream, rows."""
+    """Return a notice for each size that does not suit the data: global batch, width of the latent stream, rows."""
     size = max(size.global_batch_size for size in config.train.batch_stages(world_size).values())
     notices = [
         f"a global batch of {size} reads the {stop - first} training samples of {source.name} "
@@ -180,16 +180,19 @@ def data_notices(config: RunConfig, store: Store, world_size: int, device_type: 
     channels, longest = store.manifest.latent.channels, store.manifest.max_length
     rows, above = divmod(longest + store.manifest.latent.tokens, TILE_ROWS)
     notices += [
-        f"rows of the longest sample {rows * TILE_ROWS + above}: {above} above a multiple of {TILE_ROWS}, the tile of "
-        f"attention; `mmldlm prepare --max-length {longest - above}` makes it faster"
+        f"the longest sample has {rows * TILE_ROWS + above} rows, {above} above a multiple of {TILE_ROWS}, the tile of "
+        f"attention: `mmldlm prepare --max-length {longest - above}` would make it faster"
     ] * (device_type == "cuda" and rows > 0 and 0 < above <= TILE_ROWS // 8)
     if (width := config.model.resolve_latent_width(channels)) < channels:
-        notices.append(f"model.latent_width {width} cannot pass {channels} channels; it and model.width need as many")
+        notices.append(
+            f"model.latent_width {width} cannot pass on all {channels} latent channels; expected at least {channels}, "
+            "also for model.width"
+        )
     return notices
 
 
 def precision_notices(precision: str, device_type: str) -> list[str]:
-    """Return a notice if matrix products on this CPU are slower in the run's precision than in fp32."""
+    """Return a notice if this CPU multiplies matrices more slowly in the run's precision than in fp32."""
     if device_type != "cpu" or precision == "fp32":
         return []
     times = slowdown(torch.bfloat16 if precision == "bf16" else torch.float16)
@@ -197,7 +200,7 @@ def precision_notices(precision: str, device_type: str) -> list[str]:
 
 
 def _describe_ema(config: EmaConfig) -> str:
-    """Return the EMA settings as a line for the user."""
+    """Describe the EMA settings in one line."""
     if not config.decay:
         return "none"
     weights = "the EMA" if config.eval_weights == "ema" else "the trained weights"
@@ -205,7 +208,7 @@ def _describe_ema(config: EmaConfig) -> str:
 
 
 def report_lines(report: Mapping[str, Any]) -> list[str]:
-    """Return the start-up report as lines for a terminal."""
+    """Format the start-up report for a terminal."""
     hosts, devices = (", ".join(sorted({rank[key] for rank in report["ranks"]})) for key in ("host", "name"))
     threads = sorted({f"{rank['threads']} a process, {rank['threads_reason']}" for rank in report["ranks"]})
     count, versions = report["world_size"], report["versions"]
@@ -219,7 +222,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         return f"{whole} samples = {count} x {sizes['micro_batch_size']} x {sizes['accumulation']}"
 
     factors = "" if report["micro_batch_tokens"] else " (processes x micro-batch x accumulation)"
-    rows = {  # lines by their label
+    rows = {  # label: lines
         "engine": [f"{report['engine']}, {processes} on {hosts} ({devices}), started by {report['launcher']}"],
         "threads": ["; ".join(threads)],
         "model": [
@@ -251,7 +254,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
 
 
 def write_run_files(run_dir: Path, config: RunConfig, store: Store, report: Mapping[str, Any]) -> None:
-    """Write config, report and a description of the data, with which the run can be sampled without its store."""
+    """Write the config, the report, and a description of the data. With it, sampling needs no data store."""
     write_config(config, run_dir)
     write_atomically(run_dir / "startup.json", json.dumps(report, indent=1) + "\n")
     temporary = run_dir / f".{DESCRIPTION}.tmp"

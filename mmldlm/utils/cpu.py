@@ -1,4 +1,4 @@
-"""CPU load of other processes, and how many threads it leaves to a run on a CPU."""
+"""How busy other processes keep the CPU, and how many threads that leaves for a run."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import torch
 
 try:
     import psutil
-except ImportError:  # sampling from a bundle does without
+except ImportError:  # not needed to sample from a bundle
     psutil = None
 
-_LOOK_S, _MAX_LOOKS = 0.25, 8  # a load that ends within these two seconds does not cost the whole run a thread
-_QUIET_CORES = 0.5  # of others, which leave a thread room for most of the time
+_LOOK_S, _MAX_LOOKS = 0.25, 8  # a short burst of load, under two seconds, does not cost the run a thread
+_QUIET_CORES = 0.5  # load of others that still leaves a thread room most of the time
 
 
 class CpuTimes(NamedTuple):
     """Clock and CPU times in seconds since an arbitrary moment."""
 
     clock: float
-    busy: float  # CPU time of all processes, on the CPUs that this process may use
-    run: float  # CPU time of the run's processes on this host
+    busy: float  # all processes, on the CPUs that this process may use
+    run: float  # the run's processes on this host
 
 
 def choose_threads(saved: int = 0) -> str:
-    """Give PyTorch the cores that other processes leave, in a process that computes alone; return the reason.
+    """Give PyTorch the cores that other processes leave, in a process that computes alone, and return the reason.
 
-    OpenMP's threads spin while they wait for each other, so a thread without a core of its own slows all others down.
-    The environment's OMP_NUM_THREADS comes first, then `saved`, the number of the checkpoint that is resumed, since
-    results depend on it to the last bit.
+    OpenMP's threads spin while they wait for each other, so one thread without a core of its own slows down all others.
+    OMP_NUM_THREADS in the environment takes precedence. Next comes `saved`, the thread count of the checkpoint being
+    resumed, because results depend on it to the last bit.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return "set by OMP_NUM_THREADS"
@@ -57,18 +57,19 @@ def choose_threads(saved: int = 0) -> str:
 def cpu_times() -> CpuTimes:
     """Return current CPU times.
 
-    The run's processes are the launcher and its descendants; without a launcher, this process and its descendants.
+    The run's processes are the launcher and its descendants. Without a launcher, they are this process and its
+    descendants.
     """
     cpus = _usable_cpus()
-    # Guests are in the time of users. What the hypervisor gave to others ("steal") is lost to a run as well.
+    # User time already includes guests. Time that the hypervisor gave to others ("steal") is lost to a run, too.
     idle = ("idle", "iowait", "guest", "guest_nice")
     times = [cpu._asdict() for number, cpu in enumerate(psutil.cpu_times(percpu=True)) if number in cpus]
     busy = sum(seconds for cpu in times for name, seconds in cpu.items() if name not in idle)
-    # Children are appended to the list while it is iterated over. `psutil.Process.children` would read all processes.
+    # The loop appends children to its own list. `psutil.Process.children` would read every process of the system.
     pids, run = [(os.getppid() if "LOCAL_RANK" in os.environ else 0) or os.getpid()], 0.0
     for pid in pids:
         try:
-            run += sum(psutil.Process(pid).cpu_times()[:4])  # those of ended children among them
+            run += sum(psutil.Process(pid).cpu_times()[:4])  # includes children that have ended
             pids += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
         except (OSError, psutil.Error):  # the process has just ended, or the system has no /proc
             continue
@@ -82,10 +83,10 @@ def cores_used_by_others(before: CpuTimes, after: CpuTimes) -> float:
 
 
 def slowdown(dtype: torch.dtype) -> float:
-    """Return how many times as long a product of matrices takes in `dtype` as in float32 on this CPU.
+    """Return how many times as long a matrix product takes in `dtype` as in float32 on this CPU.
 
-    It is measured, in some milliseconds: what instructions a CPU has does not tell. Kinds with instructions for
-    bfloat16 were seen to take 0.5 and 2 times as long.
+    We measure it, in a few milliseconds, because a CPU's instruction set does not tell. Among CPUs with bfloat16
+    instructions we saw factors of 0.5 and 2.
     """
     matrix = torch.ones(256, 256)
 
@@ -96,7 +97,7 @@ def slowdown(dtype: torch.dtype) -> float:
 
 
 def processor_name() -> str:
-    """Return the model of the processor."""
+    """Return the model name of the processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

@@ -1,4 +1,4 @@
-"""Durable writes, hashes and visibility of files, shared by data store, checkpoints and run folder."""
+"""Durable writes, hashes and visibility of files, for data stores, checkpoints and run folders."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from io import BufferedReader
 from pathlib import Path
 
 _CHUNK = 1 << 20
-_MAX_TEXT_BYTES = 64 << 20  # of a file that is read whole
-_MAX_HOLE_BYTES, _MIN_STORED_SHARE = 16 << 20, 0.01  # larger files of which less is on the disk are refused
+_MAX_TEXT_BYTES = 64 << 20  # largest file that we read whole
+_MAX_HOLE_BYTES, _MIN_STORED_SHARE = 16 << 20, 0.01  # a larger file must have this share on the disk
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class FileInfo:
 
 @contextmanager
 def naming(path: Path | str) -> Iterator[None]:
-    """Name the file or folder that the body reads or writes in an OSError without a name, as of a full disk."""
+    """Add a file name to an OSError that has none, for example when the disk is full."""
     try:
         yield
     except OSError as error:
@@ -56,17 +56,17 @@ def make_folder(path: Path) -> None:
 
 
 def folder_around(path: Path, *markers: str) -> Path | None:
-    """Return the nearest folder above `path` with a file of one of these names, None if there is none."""
+    """Return the nearest folder above `path` that contains a file with one of these names, or None."""
     folders = Path(os.path.realpath(path)).parents
     return next((folder for folder in folders if any((folder / name).is_file() for name in markers)), None)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Replace the content of `path` atomically: after a crash it has either the old content or all of the new one."""
+    """Replace the content of `path` atomically: after a crash, it is either all old or all new."""
     temporary = temporary_name(path)
     with naming(path):
         try:
-            with temporary.open("xb") as file:  # a new file, which nobody else writes or misses
+            with temporary.open("xb") as file:  # a new file that nobody else uses
                 file.write(content.encode() if isinstance(content, str) else content)
             fsync(temporary)
             temporary.replace(path)
@@ -76,12 +76,12 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def temporary_name(path: Path) -> Path:
-    """Return a new name beside `path`, for this process alone."""
+    """Return a new name next to `path` that no other process uses."""
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
 
 
 def is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file or folder is the one at `path`, and was not moved, deleted or replaced."""
+    """Return whether `path` is still this open file or folder: not moved, deleted or replaced."""
     with suppress(FileNotFoundError, NotADirectoryError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     return False
@@ -89,7 +89,7 @@ def is_at(descriptor: int, path: Path) -> bool:
 
 @contextmanager
 def probe_file(folder: Path) -> Iterator[str]:
-    """Create a small file in `folder` for the duration of the context and yield its name."""
+    """Create a small file in `folder`, yield its name, and remove the file at the end."""
     path = folder / f".token-{uuid.uuid4().hex}"
     try:
         path.write_text(path.name)
@@ -100,7 +100,7 @@ def probe_file(folder: Path) -> Iterator[str]:
 
 
 def wait_until_visible(path: Path, timeout_s: float) -> bool:
-    """Return whether another machine's file appears within `timeout_s`; network file systems show it with a delay."""
+    """Wait for another machine's file, which network file systems show late, and return whether it appeared."""
     deadline = time.monotonic() + timeout_s
     while not path.exists():
         if time.monotonic() > deadline:
@@ -112,9 +112,10 @@ def wait_until_visible(path: Path, timeout_s: float) -> bool:
 
 
 def check_inside(path: Path, folder: Path) -> None:
-    """Raise OSError if a link in a folder, which may be a stranger's, leads `path` outside of that folder.
+    """Raise OSError if a link takes `path` outside of `folder`, which may come from a stranger.
 
-    The folder may itself be a link. Files that huggingface_hub has downloaded are links to the `blobs` of their model.
+    The folder itself may be a link. Files that huggingface_hub has downloaded are links into the `blobs` of their
+    model, which are allowed.
     """
     root, target = Path(os.path.realpath(folder)), Path(os.path.realpath(path))
     is_blob = root.parent.name == "snapshots" and target.parent == root.parent.parent / "blobs"
@@ -123,10 +124,10 @@ def check_inside(path: Path, folder: Path) -> None:
 
 
 def open_regular(path: Path, folder: Path | None = None) -> BufferedReader:
-    """Open a file that a stranger may have made, for reading; OSError if reading it might never end.
+    """Open a file that may come from a stranger, or raise OSError if reading it might never end.
 
-    That is a pipe, a device, or a file of terabytes that takes no place on the disk. With `folder` it is a file of that
-    folder, see `check_inside`.
+    Such a file is a pipe, a device, or claims terabytes without taking space on the disk. With `folder`, the file must
+    be inside it, see `check_inside`.
     """
     if folder is not None:
         check_inside(path, folder)
@@ -135,7 +136,7 @@ def open_regular(path: Path, folder: Path | None = None) -> BufferedReader:
     file = path.open("rb")
     info = os.fstat(file.fileno())
     is_sparse = info.st_size > max(_MAX_HOLE_BYTES, 512 * info.st_blocks / _MIN_STORED_SHARE)
-    # Some network file systems count no blocks; they know of no holes either.
+    # Some network file systems do not count blocks, but these do not know holes either.
     if is_sparse and os.lseek(file.fileno(), 0, os.SEEK_HOLE) < info.st_size:
         file.close()
         raise OSError(errno.EINVAL, f"has {info.st_size} bytes, of which {512 * info.st_blocks} are stored", str(path))
@@ -144,7 +145,7 @@ def open_regular(path: Path, folder: Path | None = None) -> BufferedReader:
 
 
 def read_regular(path: Path, folder: Path | None = None) -> bytes:
-    """Return the content of a file of at most 64 MiB that a stranger may have made; OSError as `open_regular`."""
+    """Read a file that may come from a stranger. Above 64 MiB, and as in `open_regular`, this is an OSError."""
     with open_regular(path, folder) as file:
         content = file.read(_MAX_TEXT_BYTES + 1)
     if len(content) > _MAX_TEXT_BYTES:
@@ -153,7 +154,7 @@ def read_regular(path: Path, folder: Path | None = None) -> bytes:
 
 
 def sha256(path: Path) -> str:
-    """Return the hex digest of a file's content; OSError if it cannot be read."""
+    """Return the SHA-256 of a file as hex digits, or raise OSError if it cannot be read."""
     digest = hashlib.sha256()
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK):
@@ -162,5 +163,5 @@ def sha256(path: Path) -> str:
 
 
 def file_info(path: Path) -> FileInfo:
-    """Return current size and hash of a file; OSError if it cannot be read."""
+    """Return a file's current size and hash, or raise OSError if it cannot be read."""
     return FileInfo(path.stat().st_size, sha256(path))

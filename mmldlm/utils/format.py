@@ -19,14 +19,14 @@ def human_duration(seconds: float) -> str:
 def human_count(number: float) -> str:
     """Format a number with three digits and a unit: `950`, `12.3k`, `4.56M`."""
     for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= factor * 0.9995:  # 999.5 and more rounds to four digits
-            # `#` keeps trailing zeros (4.50M), but also the dot of three digits (950.k).
+        if abs(number) >= factor * 0.9995:  # 999.5 and above would round to four digits
+            # `#` keeps trailing zeros (4.50M), but also a dot after three digits (950.k).
             return f"{number / factor:#.3g}{unit}".replace(".k", "k").replace(".M", "M").replace(".G", "G")
     return f"{number:.0f}"
 
 
 def format_number(value: float | None, decimals: int | None = None) -> str:
-    """Format a number with four significant digits, or below 1,000 with `decimals` decimals; "–" for None."""
+    """Format a number with four significant digits, or with `decimals` decimals below 1,000. None becomes "–"."""
     if value is None:
         return "–"
     if abs(value) >= 10_000:

@@ -1,5 +1,4 @@
-"""95 % confidence intervals: of ratios of sums over documents, of means, of differences of means, and of a running mean
-at all times together."""
+"""95 % confidence intervals of ratios, means, differences of means, and running means."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ class Ratio:
     """A ratio and its 95 % confidence interval.
 
     Attributes:
-        interval: (low, high); both NaN if there is no interval.
-        standard_error: Of `value`; NaN if it is unknown.
-        no_interval_reason: Why there is no interval; "" if there is one.
+        interval: (low, high), both NaN if there is no interval.
+        standard_error: Standard error of `value`, NaN if unknown.
+        no_interval_reason: Why there is no interval, empty if there is one.
     """
 
     value: float
@@ -35,11 +34,11 @@ class Ratio:
 
 
 def ratio_of_sums(numerators: np.ndarray, denominators: np.ndarray) -> Ratio:
-    """Return sum(numerators) / sum(denominators) of n documents drawn at random; a mean if the denominators are 1.
+    """Return sum(numerators) / sum(denominators) of n documents drawn at random (a mean if the denominators are 1).
 
-    The standard error is the one of the linearized ratio (Cochran, Sampling Techniques, 3rd edition, section 2.11):
-    with residuals r = numerators - ratio denominators, std(r) / (mean(denominators) sqrt(n)). The interval is
-    Student's t with n - 1 degrees of freedom. A single document has neither.
+    The standard error comes from the linearized ratio (Cochran, Sampling Techniques, 3rd edition, section 2.11). With
+    residuals r = numerators - ratio denominators it is std(r) / (mean(denominators) sqrt(n)). The interval is Student's
+    t with n - 1 degrees of freedom. A single document has neither.
     """
     value = float(numerators.sum() / denominators.sum())
     if len(numerators) < 2:
@@ -51,7 +50,7 @@ def ratio_of_sums(numerators: np.ndarray, denominators: np.ndarray) -> Ratio:
 
 
 def mean_of_draws(values: np.ndarray) -> Ratio:
-    """Return the mean of n independent draws with its Student-t interval, for which 4 are needed."""
+    """Return the mean of n independent draws with its Student-t interval, which needs at least 4 draws."""
     if len(values) < 4:
         return Ratio(float(values.mean()), no_interval_reason=f"n = {len(values)}")
     return ratio_of_sums(values, np.ones(len(values)))
@@ -59,10 +58,10 @@ def mean_of_draws(values: np.ndarray) -> Ratio:
 
 @functools.cache
 def student_quantile(degrees: int, risk: float = 1 - CONFIDENCE) -> float:
-    """Return what the absolute value of Student's t exceeds with probability `risk`.
+    """Return the quantile that the absolute value of Student's t exceeds with probability `risk`.
 
-    By bisection of its distribution over the angle arctan(t / sqrt(degrees)) (Abramowitz and Stegun, 26.7.3 and
-    26.7.4); more than 1,000 degrees of freedom count as 1,000, by which an interval is 0.1 % wider.
+    We bisect its distribution over the angle arctan(t / sqrt(degrees)) (Abramowitz and Stegun, 26.7.3 and 26.7.4). More
+    than 1,000 degrees of freedom count as 1,000, which widens an interval by 0.1 %.
     """
     degrees = min(degrees, 1000)
     odd, low, high = degrees % 2, 0.0, math.pi / 2
@@ -78,10 +77,10 @@ def student_quantile(degrees: int, risk: float = 1 - CONFIDENCE) -> float:
 
 
 def welch_half_width(a: np.ndarray, b: np.ndarray) -> float:
-    """Return the half-width of the interval of mean(b) - mean(a) of independent samples; infinite for a single value.
+    """Return the half-width of the interval of mean(b) - mean(a) of independent samples (infinite for a single value).
 
-    Equal variances are not assumed (B. L. Welch, Biometrika 34, 1947, 28-35). The degrees of freedom are rounded down,
-    which makes no interval narrower.
+    Variances may differ (B. L. Welch, Biometrika 34, 1947, 28-35). We round the degrees of freedom down, which never
+    makes an interval narrower.
     """
     n, m = len(a), len(b)
     if min(n, m) < 2:
@@ -94,26 +93,26 @@ def welch_half_width(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def confidence_sequence(values: np.ndarray, effect_variance: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean of the first n values and the half-width of its interval, for each n; infinite for small n.
+    """Return, for each n, the mean of the first n values and the half-width of its interval (infinite for small n).
 
-    The intervals hold at all n together, however often one looks. They have all means that Lai's t-test martingale with
-    a normal mixture over effects does not reject (Wang and Ramdas, "Anytime-valid t-tests and confidence sequences for
-    Gaussian means with unknown variance", arXiv 2310.03722). With Student's t of n values, r = 1 + n g and
-    q = (r / alpha^2)^(1/n) it is
+    The intervals hold at all n together, however often you look. They contain all means that Lai's t-test martingale
+    with a normal mixture over effects does not reject (Wang and Ramdas, "Anytime-valid t-tests and confidence sequences
+    for Gaussian means with unknown variance", arXiv 2310.03722). With Student's t of n values, r = 1 + n g and q = (r /
+    alpha^2)^(1/n), the interval is
 
         t^2 < (n - 1) (q - 1) / (1 - q / r), if q < r.
 
-    For independent normal values of one mean it covers that mean at all n together with a probability of at least
-    95 %. For large n it is the asymptotic confidence sequence of Waudby-Smith, Arbour, Sinha, Kennedy and Ramdas
-    ("Time-uniform central limit theory and asymptotic confidence sequences", arXiv 2103.06476). That needs neither
-    independence nor one mean: it covers the running average of E[value | all values before].
+    If the values are independent and normal with one mean, the intervals cover that mean at all n together with a
+    probability of at least 95 %. For large n we get the asymptotic confidence sequence of Waudby-Smith, Arbour, Sinha,
+    Kennedy and Ramdas ("Time-uniform central limit theory and asymptotic confidence sequences", arXiv 2103.06476). It
+    requires neither independence nor a common mean: it covers the running average of E[value | all values before].
 
     Args:
-        values: The values in their order, at least one.
-        effect_variance: Variance g of the mixture over mean / standard deviation; tightest near n = 8 / g.
+        values: The values in order, at least one.
+        effect_variance: Variance g of the mixture over mean / standard deviation. It is tightest near n = 8 / g.
     """
     n = np.arange(1, len(values) + 1)
-    shifted = values - values[0]  # so that the sum of squares loses no digits
+    shifted = values - values[0]  # centered, so that the sum of squares keeps its digits
     means = np.cumsum(shifted) / n
     squared_errors = np.maximum(np.cumsum(shifted**2) / n - means**2, 0) / np.maximum(n - 1, 1)
     r = 1 + n * effect_variance

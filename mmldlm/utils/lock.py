@@ -1,4 +1,4 @@
-"""Advisory lock on a run folder, released by the kernel when its process ends."""
+"""Advisory lock on a run folder. The kernel releases it when the process ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mmldlm.errors import RunInUseError, StorageError
 
 FILE = "run.lock"
 
-# A forked child (such as a data loader worker) inherits the lock and would keep holding it after this process has died.
+# A forked child, such as a loader worker, inherits the lock and would hold it after this process has died.
 _held: set[int] = set()
 
 
@@ -29,8 +29,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 class RunLock:
     """Exclusive lock on `run_dir`, held from `__enter__` to `__exit__` or until the process dies.
 
-    The file `run.lock` names the holder and is never deleted. Only the kernel's lock on it counts, so the file of a
-    killed run leaves no lock.
+    The file `run.lock` names the holder and is never deleted. Only the kernel's lock counts, so a run that was killed
+    leaves no lock behind.
     """
 
     def __init__(self, run_dir: Path | str):
@@ -40,12 +40,12 @@ class RunLock:
     def __enter__(self) -> RunLock:
         """Acquire the lock without waiting.
 
-        A `RunInUseError` names the process that holds the folder. A file that cannot be opened, or a file system
-        without locks, is a `StorageError`.
+        If another process holds the folder, a `RunInUseError` names it. If the file cannot be opened, or the file
+        system has no locks, this is a `StorageError`.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            # The file is truncated and written, so a symbolic link must not lead to another file.
+            # We truncate and write the file, so it must not be a link to another one.
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             _held.add(self._descriptor)
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,10 +61,10 @@ class RunLock:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # In a forked child the descriptor is closed already, and its number may have been reused for another file.
+        # In a forked child, the descriptor is already closed, and its number may belong to another file.
         if self._descriptor in _held:
             os.ftruncate(self._descriptor, 0)  # an empty file marks a clean exit
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough: a child just forked may have it open
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a child just forked may keep it open after we close it
             self._close()
 
     def _close(self) -> None:
@@ -74,9 +74,9 @@ class RunLock:
 
 
 def _holder(path: Path) -> str:
-    """Return what the lock file says of its holder."""
+    """Describe the holder that the lock file names."""
     try:
         holder = json.loads(path.read_bytes())
         return f"process {holder['pid']} on host {holder['host']}, started {holder['started']}"
-    except (OSError, ValueError):  # it has just been created or emptied
+    except (OSError, ValueError):  # just created or emptied
         return "another process"

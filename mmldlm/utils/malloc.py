@@ -1,9 +1,9 @@
-"""Tuning of the allocators of memory on the host and on GPUs; does not import torch.
+"""Tuning of memory allocation on the host and on GPUs, without importing torch.
 
-By default glibc returns large blocks to the kernel at once. A training step frees and allocates the same blocks again
-and again, and each time the kernel maps them page by page, filled with zeros.
+By default, glibc returns large blocks to the kernel at once. A training step frees and allocates the same blocks again
+and again, and each time the kernel maps them page by page and fills them with zeros.
 
-PyTorch's allocator on GPUs by default keeps segments of fixed sizes. Micro-batches differ in their numbers of tokens,
+On GPUs, PyTorch's allocator by default keeps segments of fixed sizes. Micro-batches differ in their number of tokens,
 so blocks of many sizes split these segments until none has room for a large block (fragmentation).
 """
 
@@ -20,7 +20,7 @@ _GROWTH_BYTES = 64 * 2**20
 
 CUDA_ALLOCATOR_OPTIONS = (
     "expandable_segments:True",
-    # For the buffers of checkpoints: eight threads map their pages, in a third of the time of cudaHostAlloc.
+    # For checkpoint buffers: eight threads map their pages in a third of the time that cudaHostAlloc takes.
     "pinned_use_cuda_host_register:True",
     "pinned_num_register_threads:8",
 )
@@ -28,16 +28,16 @@ CUDA_ALLOCATOR_ENV = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"  # PyTorch 
 
 
 def keep_freed_memory() -> bool:
-    """Make malloc reuse freed blocks instead of returning them to the kernel; return whether it succeeded (with glibc).
+    """Make malloc reuse freed blocks instead of returning them to the kernel. Return whether it worked (with glibc).
 
-    Also affects threads that exist already. Does nothing if the environment has MALLOC_* or GLIBC_TUNABLES.
+    It also affects threads that already exist. It does nothing if the environment has MALLOC_* or GLIBC_TUNABLES.
     """
     if any(name.startswith("MALLOC_") or name == "GLIBC_TUNABLES" for name in os.environ):
         return False
     try:
         library = ctypes.CDLL(None)
-        library.gnu_get_libc_version  # noqa: B018  (mallopt of other C libraries may have another meaning)
-        # Never one of them alone: that ends glibc's own adaptation of its thresholds, and steps get slower.
+        library.gnu_get_libc_version  # noqa: B018  (mallopt may mean something else in other C libraries)
+        # Always set both. One alone ends glibc's own adaptation of its thresholds, and steps get slower.
         settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _GROWTH_BYTES))
         return all(library.mallopt(parameter, value) == 1 for parameter, value in settings)
     except (AttributeError, OSError, TypeError):
@@ -45,9 +45,9 @@ def keep_freed_memory() -> bool:
 
 
 def configure_cuda_allocator(environment: MutableMapping[str, str]) -> None:
-    """Set `CUDA_ALLOCATOR_OPTIONS` of PyTorch's allocator on GPUs, unless the user has set any in `environment`.
+    """Set `CUDA_ALLOCATOR_OPTIONS` for PyTorch's allocator on GPUs, unless the user has set options in `environment`.
 
-    Must be called before CUDA starts.
+    Call it before CUDA starts.
     """
     if not any(name in environment for name in CUDA_ALLOCATOR_ENV):
         environment[CUDA_ALLOCATOR_ENV[0]] = ",".join(CUDA_ALLOCATOR_OPTIONS)

@@ -1,4 +1,4 @@
-"""Modules whose parameters are on the meta device: with types and shapes, without memory."""
+"""Modules on the meta device: their parameters have types and shapes, but no memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def materialize(module: nn.Module, device: torch.device | str, recurse: bool = T
     def allocate(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor.to(device)
-        if type(tensor) in (Tensor, nn.Parameter):  # for `empty_like` PyTorch imports sympy there: a second
+        if type(tensor) in (Tensor, nn.Parameter):  # `empty_like` would import sympy, for a second
             return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         return torch.empty_like(tensor, device=device)  # sharded
 

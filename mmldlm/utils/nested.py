@@ -1,4 +1,4 @@
-"""Nested mappings and lists of plain values, as JSON and YAML have them."""
+"""Nested mappings and lists of plain values, as in JSON and YAML."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested mappings as a single dict with dotted keys."""
+    """Flatten nested mappings into one dict with dotted keys."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        # An empty mapping is a value: otherwise its key would disappear.
+        # Keep an empty mapping as a value. Otherwise its key would disappear.
         flat |= flatten(value, key + ".") if isinstance(value, Mapping) and value else {key: value}
     return flat
 
 
 def replace_nonfinite(value: Any) -> Any:
-    """Return `value` with None for non-finite numbers, which JSON cannot represent."""
+    """Replace non-finite numbers by None, because JSON cannot represent them."""
     if isinstance(value, dict):
         return {key: replace_nonfinite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""Several tensors in one buffer, so that a single copy takes them to another process or device."""
+"""Several tensors in one buffer, so that one copy moves them to another process or device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ALIGNMENT = 128  # bytes; kernels read several elements at a time from such addresses
+ALIGNMENT = 128  # bytes, so that kernels can read several elements at a time
 
 
 class _Place(NamedTuple):
@@ -23,7 +23,7 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedTensors:
-    """Tensors by name, as views of one buffer (uint8), at their `places`."""
+    """Tensors by name, as views of one buffer (uint8) at their `places`."""
 
     buffer: Tensor
     places: dict[str, _Place]
@@ -42,14 +42,14 @@ class PackedTensors:
         return packed
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors by name; they share the buffer's memory."""
+        """Return the tensors by name. They share the buffer's memory."""
         return {
             name: self.buffer.narrow(0, start, prod(shape) * dtype.itemsize).view(dtype).view(shape)
             for name, (dtype, shape, start) in self.places.items()
         }
 
     def to(self, device: torch.device | str) -> PackedTensors:
-        """Return the tensors on `device`; the copy from pinned memory does not block."""
+        """Return the tensors on `device`. A copy from pinned memory does not block."""
         return PackedTensors(self.buffer.to(device, non_blocking=True), self.places)
 
     def pin_memory(self) -> PackedTensors:

@@ -1,4 +1,4 @@
-"""What surrounds a process: its standard streams, the launcher that started it, and the signals that end it."""
+"""The surroundings of a process: its standard streams, its launcher, and the signals that end it."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from mmldlm.utils.malloc import configure_cuda_allocator
 from mmldlm.utils.versions import check_versions
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGXCPU)
-# A variable of each launcher. What none of them has started may outlive its parent, which is a shell.
+# One variable per launcher. A process without any was started from a shell, and may outlive it.
 _LAUNCHER_VARIABLES = {"TORCHELASTIC_RUN_ID", "CROSS_RANK", "ACCELERATE_MIXED_PRECISION"}
-_LAUNCHERS = {"accelerate", "deepspeed", "torch", "torchrun"}  # scripts, or packages of modules that Python runs
+_LAUNCHERS = {"accelerate", "deepspeed", "torch", "torchrun"}  # scripts or packages that Python runs
 CONTINUE = "start the same command again to continue"
 _IMPORT_S = 1.0
 _launcher_ended = threading.Event()
-_stops: list[StoppedBySignal] = []  # of the body of stop_at_signals that runs
+_stops: list[StoppedBySignal] = []  # stops of the current stop_at_signals
 
 
 def start_process(outlives_terminal: bool) -> None:
     """Prepare this process for the end of its terminal and of its launcher, before torch is imported.
 
-    What a command that `outlives_terminal` makes are files, so it goes on when nobody reads its output any more.
+    A command with `outlives_terminal` makes files, so it goes on when nobody reads its output any more.
     """
-    # Otherwise the next files to be opened would take the numbers of closed streams, and get what libraries print.
+    # Otherwise the next files we open would take the numbers of closed streams, and receive libraries' output.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -41,7 +41,7 @@ def start_process(outlives_terminal: bool) -> None:
         stream = getattr(sys, name)
         if stream is None or outlives_terminal:
             options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace", "line_buffering": True}
-            if stream is not None:  # stderr writes through, which a buffer would delay
+            if stream is not None:  # stderr writes through, and a buffer would delay it
                 lines = stream.line_buffering or stream.write_through
                 options = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": lines}
             buffer = io.BufferedWriter(_LossyStream(number, "w", closefd=False))
@@ -51,7 +51,7 @@ def start_process(outlives_terminal: bool) -> None:
 
 
 def start_rank() -> None:
-    """Prepare a process that a launcher has started as a module, before torch is imported: `start_process` and more."""
+    """Prepare a process that a launcher started as a module: `start_process`, versions and allocator, before torch."""
     start_process(outlives_terminal=True)
     if status := run_command(check_versions):
         sys.exit(status)
@@ -59,7 +59,7 @@ def start_rank() -> None:
 
 
 class _LossyStream(io.FileIO):
-    """A standard stream that drops what cannot be written: its reader or terminal is gone, or the disk is full."""
+    """A standard stream that drops output it cannot write: the reader or terminal is gone, or the disk is full."""
 
     def write(self, data: Any) -> int:
         try:
@@ -69,8 +69,8 @@ class _LossyStream(io.FileIO):
 
 
 def _stop_with_launcher() -> None:
-    """Wait for the end of the launcher, then stop this process, which would train on and hold the run folder."""
-    import psutil  # here, since sampling from a bundle does without it
+    """Stop this process when its launcher ends. Otherwise it would train on and hold the run folder."""
+    import psutil  # imported here, because sampling from a bundle does not need it
 
     process = psutil.Process()
     parents: list[Any] = []
@@ -80,8 +80,8 @@ def _stop_with_launcher() -> None:
             words.append({Path(word).name for word in parent.cmdline()[:5]})
             parents.append(parent)
     is_python = [any(word.startswith("python") for word in names) for names in words]
-    # Launchers are Python programs, and import torch, which takes a second, before they start anything. So a process
-    # without such a parent was left to an init by one that has ended, unless a container of its own has just begun.
+    # Launchers are Python programs that import torch, for a second, before they start anything. If we have no such
+    # parent, our launcher has ended and left us to init, unless we are the first process of a new container.
     if any(is_python) or not parents or process.create_time() - parents[0].create_time() < _IMPORT_S:
         # Under deepspeed, one launcher starts another, which starts the ranks.
         launchers = [
@@ -92,9 +92,9 @@ def _stop_with_launcher() -> None:
         try:
             handles = [os.pidfd_open(parent.pid) for parent in parents[: max(launchers, default=0) + 1]]
             select.select(handles, [], [])
-        except ProcessLookupError:  # it has ended just now
+        except ProcessLookupError:  # the launcher has just ended
             pass
-        except OSError:  # forbidden here
+        except OSError:  # not permitted here
             return
     _launcher_ended.set()
     sys.stderr.write("mmldlm: the launcher has ended, so this process stops\n")
@@ -102,24 +102,25 @@ def _stop_with_launcher() -> None:
 
 
 def ignores_hangup() -> bool:
-    """Return whether this process was started to outlive its terminal, as by nohup.
+    """Return whether this process was started to outlive its terminal, for example by nohup.
 
-    Not under torchrun, also that of accelerate, which forwards SIGHUP whatever it was started with, and soon kills
-    those that do not end.
+    Under torchrun (also accelerate's) it never is: torchrun forwards SIGHUP even under nohup, and soon kills processes
+    that do not end.
     """
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN and "TORCHELASTIC_RUN_ID" not in os.environ
 
 
 def stop_reason(number: int) -> str:
-    """Return what has sent a signal to stop."""
+    """Name the sender of a signal to stop."""
     return "the end of its launcher" if _launcher_ended.is_set() else signal.Signals(number).name
 
 
 @contextmanager
 def stop_at_signals(advice: str) -> Iterator[None]:
-    """Raise StoppedBySignal, whose message ends with `advice`, where SIGTERM, SIGHUP or SIGXCPU arrives in the body.
+    """Raise StoppedBySignal, whose message ends with `advice`, when SIGTERM, SIGHUP or SIGXCPU arrives in the body.
 
-    Python drops what is raised within a destructor, and libraries catch any error of an import: see `raise_if_stopped`.
+    The exception may get lost: Python drops exceptions within destructors, and libraries catch any error of an import.
+    See `raise_if_stopped`.
     """
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -139,6 +140,6 @@ def stop_at_signals(advice: str) -> Iterator[None]:
 
 
 def raise_if_stopped() -> None:
-    """Raise the StoppedBySignal of `stop_at_signals` again, for loops that take long: the first may have been lost."""
+    """Raise the StoppedBySignal of `stop_at_signals` again if it got lost. Long loops call this."""
     if _stops:
         raise _stops[-1]

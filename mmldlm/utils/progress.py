@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar or a line in place on a terminal; plain lines in a log file, a pipe or CI."""
+"""Progress on stderr: a bar or a line in place on a terminal, plain lines in a log file, a pipe or CI."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ from typing import TextIO, TypeVar
 
 try:
     from tqdm import tqdm
-except ImportError:  # what loads a bundle needs no bar
+except ImportError:  # loading a bundle needs no bar
     tqdm = None  # type: ignore[assignment, misc]
 
 from mmldlm.utils.format import human_count, human_duration
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import raise_if_stopped
 
-INTERVAL_S = 10.0  # between two lines of a command
-STATUS_INTERVAL_S = 15.0  # without a line of a training run
+INTERVAL_S = 10.0  # seconds between two lines of a command
+STATUS_INTERVAL_S = 15.0  # seconds of silence in a training run before a status line
 ETA_WINDOW = 20  # log events over which the speed is averaged
 _MIN_POLL_S = 1.0
 _T = TypeVar("_T")
 
-# Training values in the line after loss, speed and ETA, which come first since a terminal cuts the line: key, label and
-# format.
+# Values of the line, as key, label and format. Loss, speed and ETA come before them, because a terminal cuts the line.
 FIELDS: tuple[tuple[str, str, str], ...] = (
     ("loss/text", "text", "{:.4f}"),
     ("loss/latent", "latent", "{:.4f}"),
@@ -36,16 +35,16 @@ FIELDS: tuple[tuple[str, str, str], ...] = (
 
 
 def print_status(text: str, stream: TextIO | None = None) -> None:
-    """Print lines on a stream, by default stderr, above a bar if there is one."""
+    """Print lines on a stream (default stderr), above a bar if there is one."""
     stream, text = stream or sys.stderr, "\n".join(map(printable, text.split("\n")))
-    if tqdm is not None and stream.isatty():  # there are no bars elsewhere
+    if tqdm is not None and stream.isatty():  # only a terminal has bars
         tqdm.write(text, file=stream)
     else:
         print(text, file=stream, flush=True)
 
 
 class _Lines:
-    """Lines on a stream; where it is no terminal, a thread prints `_status()` after `interval` seconds without any."""
+    """Print lines on a stream. Without a terminal, a thread prints `_status()` after `interval` seconds of silence."""
 
     def __init__(self, interval: float, stream: TextIO, clock: Callable[[], float] = time.monotonic):
         self._interval, self._stream, self._clock = interval, stream, clock
@@ -54,7 +53,7 @@ class _Lines:
         self._lock, self._ended = threading.Lock(), threading.Event()
 
     def start_status_thread(self) -> None:
-        """Print status lines until the end, which are thus never further apart than twice the interval."""
+        """Print status lines until the end. They are never further apart than twice the interval."""
         if not self._in_place:
             threading.Thread(target=self._watch, daemon=True).start()
 
@@ -63,7 +62,7 @@ class _Lines:
             self.print_status_if_due()
 
     def print_status_if_due(self) -> None:
-        """Print a status line if the last line is at least the interval ago."""
+        """Print a status line if the last line is at least `interval` seconds old."""
         with self._lock:
             is_due = self._clock() - self._last_line >= self._interval and not self._ended.is_set()
             if is_due and not self._in_place and (status := self._status()):
@@ -73,15 +72,15 @@ class _Lines:
         raise NotImplementedError
 
     def message(self, text: str) -> None:
-        """Print permanent lines, above the one in place."""
+        """Print permanent lines above the line in place."""
         self._last_line = self._clock()
         print_status(text, self._stream)
 
 
 class Progress(_Lines):
-    """Reports the phases of a command, and how many items of the current phase are done. Use as a context manager.
+    """Report the phases of a command, and how many items of the phase are done. Use as a context manager.
 
-    On a terminal it is a bar; elsewhere a line when a phase begins, then another every `interval` seconds.
+    A terminal shows a bar. A file gets a line when a phase begins, then another every `interval` seconds.
     """
 
     def __init__(self, enabled: bool = True, interval: float = INTERVAL_S):
@@ -103,7 +102,7 @@ class Progress(_Lines):
             self._bar.close()
 
     def phase(self, name: str, announce: bool = True) -> None:
-        """Begin a phase, which ends the previous one. Without `announce` it is reported only if it takes long."""
+        """Begin a phase and end the previous one. Without `announce`, it is reported only if it takes long."""
         with self._lock:
             self._phase, self._phase_start = name, self._clock()
             self._done, self._unit, self._total = 0, "", None
@@ -115,20 +114,20 @@ class Progress(_Lines):
             self._bar.reset()
 
     def track(self, items: Iterable[_T], unit: str, total: int | None = None) -> Iterator[_T]:
-        """Yield the items of the phase; each counts as done when the next one is requested."""
+        """Yield the items of the phase. An item counts as done when the next one is requested."""
         self.advance(0, unit, total)
         for done, item in enumerate(items, 1):
             yield item
             self.advance(done, unit, total)
 
     def advance(self, done: int, unit: str, total: int | None = None) -> None:
-        """Set the number of items of the phase that are done; a signal to stop ends the command here at the latest."""
+        """Set how many items of the phase are done. A signal to stop ends the command here at the latest."""
         raise_if_stopped()
         with self._lock:
             self._done, self._unit, self._total = done, unit, total
         if self._bar is not None:
             self._bar.unit = f" {unit}"
-            if total != self._bar.total:  # another loop of the phase
+            if total != self._bar.total:  # the phase has begun another loop
                 self._bar.total = total
                 self._bar.reset()
             self._bar.update(done - self._bar.n)
@@ -147,9 +146,9 @@ class Progress(_Lines):
 
 
 class ProgressLine(_Lines):
-    """Progress of a training run: a line for each log event of the steps `start_step` .. `total_steps`.
+    """Progress of a training run from `start_step` to `total_steps`: a line for each log event.
 
-    It is updated in place on a terminal. A file also gets a line after a long pause, when steps, a validation or a
+    A terminal updates the line in place. A file also gets a line after a long pause, while steps, a validation or a
     checkpoint take their time.
     """
 
@@ -164,7 +163,7 @@ class ProgressLine(_Lines):
         self.total_steps = total_steps
         self._step, self._activity = start_step, "training"
         self._bar: tqdm | None = None
-        # (step, seconds) of recent events, with evaluation and saving in between: the ETA is the one of the whole run.
+        # (step, seconds) of recent events. Validations and saves in between count: the ETA is for the whole run.
         self._recent: deque[tuple[int, float]] = deque([(start_step, clock())], maxlen=ETA_WINDOW + 1)
 
     def update(self, step: int, values: Mapping[str, float]) -> None:
@@ -178,18 +177,18 @@ class ProgressLine(_Lines):
             width = os.get_terminal_size(self._stream.fileno()).columns or 80
         except OSError:
             width = 80
-        if self._bar is None:  # with a size of its own: on a terminal that does not tell its size, tqdm shows nothing
+        if self._bar is None:  # we give a size: without one, tqdm shows nothing on a terminal of unknown size
             self._bar = tqdm(bar_format="{desc}", file=self._stream, ncols=width, nrows=20)
         self._bar.ncols = width
-        # The last column is not used: many terminals wrap after it.
+        # Leave the last column free, because many terminals wrap after it.
         self._bar.set_description_str(line[: width - 1])
 
     def set_status(self, step: int, activity: str = "training") -> None:
-        """Set the last finished step, and what the run is doing now."""
+        """Set the last finished step and the run's current activity."""
         self._step, self._activity = step, activity
 
     def close(self) -> None:
-        """Finish a line that was updated in place."""
+        """Finish the line that was updated in place."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -200,7 +199,7 @@ class ProgressLine(_Lines):
         self.close()
 
     def eta_s(self) -> float | None:
-        """Return the seconds to the last step at the speed of recent steps; None before the first of them."""
+        """Return the seconds to the last step at the speed of recent steps, or None before the first one."""
         (first_step, first_time), (step, now) = self._recent[0], self._recent[-1]
         if step <= first_step:
             return None

@@ -1,4 +1,4 @@
-"""`torch_defaults`: independence of what a caller has set for tensors of its own."""
+"""Create tensors independently of the defaults that a caller has set."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 @contextmanager
 def torch_defaults() -> Iterator[None]:
-    """Make tensors as torch does by itself: float32, on the host."""
+    """Create tensors with torch's own defaults: float32, on the host."""
     dtype, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float32)
     try:
-        with nullcontext() if device.type == "cpu" else torch.device("cpu"):  # which slows each operation down
+        with nullcontext() if device.type == "cpu" else torch.device("cpu"):  # the context slows every operation down
             yield
     finally:
         torch.set_default_dtype(dtype)

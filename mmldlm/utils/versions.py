@@ -1,4 +1,4 @@
-"""The packages that mmldlm needs, by its own metadata, and which of them are installed; imports none of them."""
+"""The packages that mmldlm's metadata names, and their installed versions. This imports none of them."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
 
 
 def check_versions() -> None:
-    """Raise `ConfigError` if a package is too old, which would otherwise end in a traceback, or in other numbers."""
+    """Raise `ConfigError` if a package is too old. Otherwise it would end in a traceback, or change numbers."""
     for problem in outdated(_requirements("")):
         raise ConfigError(problem)
 
 
 def outdated(requirements: Iterable[Requirement]) -> Iterator[str]:
-    """Yield a line for each package that is installed in a version out of its range."""
+    """Yield a line for each package whose installed version is out of range."""
     for requirement in requirements:
         try:
             found = version(requirement.name)
-        except PackageNotFoundError:  # bundles need fewer packages than training
+        except PackageNotFoundError:  # a bundle needs fewer packages than training
             continue
         if not requirement.specifier.contains(found, prereleases=True):
             needed = f"{requirement.name}{requirement.specifier}"
@@ -31,9 +31,9 @@ def outdated(requirements: Iterable[Requirement]) -> Iterator[str]:
 
 
 def install_command(extra: str) -> str:
-    """Return a command that installs the packages of an extra of mmldlm, which itself may be a checkout or a wheel.
+    """Return a command that installs the packages of an extra, whether mmldlm is a checkout or a wheel.
 
-    Without mmldlm's metadata, which has their names, it is a phrase that names the extra.
+    Without mmldlm's metadata, which names the packages, return a phrase that names the extra.
     """
     always, packages = {*map(str, _requirements(""))}, list[str]()
     for requirement in _requirements(extra):
@@ -43,11 +43,11 @@ def install_command(extra: str) -> str:
 
 
 def _requirements(extra: str) -> list[Requirement]:
-    """Return what mmldlm requires with an extra; nothing is known of it where its metadata is missing."""
+    """Return the requirements of mmldlm with an extra, or nothing if its metadata is missing."""
     try:
         from packaging.requirements import Requirement
 
         requirements = [Requirement(line) for line in requires("mmldlm") or ()]
-    except (ImportError, PackageNotFoundError):  # bundles need fewer packages; a checkout that is not installed
+    except (ImportError, PackageNotFoundError):  # a bundle without these packages, or a checkout that is not installed
         return []
     return [each for each in requirements if each.marker is None or each.marker.evaluate({"extra": extra})]

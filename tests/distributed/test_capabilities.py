@@ -33,7 +33,7 @@ def test_unsupported_optimizers_are_refused(name: OptimizerName, engine: str, de
     if runs:
         check_settings(config, launch(engine, offloads), device)
         return
-    with pytest.raises(ConfigError, match=rf"^optim\.name: .*{name}.*expected") as refusal:
+    with pytest.raises(ConfigError, match=rf"^optim\.name: .*{name}") as refusal:
         check_settings(config, launch(engine, offloads), device)
     assert "\n" not in str(refusal.value)
 
@@ -51,10 +51,9 @@ def test_unsupported_features_are_refused(engine: str) -> None:
             check_settings(config, launch(engine), "cpu")
             continue
         key = settings[0].partition("=")[0]
-        with pytest.raises(
-            ConfigError, match=rf"^{key}: found \w+ under engine {engine}, where .*; expected an engine"
-        ):
+        with pytest.raises(ConfigError) as refusal:
             check_settings(config, launch(engine), "cpu")
+        assert str(refusal.value).startswith(f"{key}: ") and engine in str(refusal.value)
 
 
 def test_docs_print_the_table_of_capabilities() -> None:

@@ -88,24 +88,20 @@ def test_other_optimizer_cannot_resume(
         saved = single(*before) / "checkpoints" / "step-00000010"
         settings = [str(parity_config), f"run.dir={tmp_path / now}", f"resume={saved}", f"optim.name={now}"]
         assert train.main(settings) == 64
-        assert f"from which {now} cannot resume" in capsys.readouterr().err
+        assert f"mmldlm: error: optim.name: found {now}" in capsys.readouterr().err
         assert not (tmp_path / now / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(
-    ("engine", "name", "complaint"),
+    ("engine", "name", "must_name"),
     [
-        ("zero2", "muon", "optim.name: found muon under engine zero2, where Muon needs whole matrices"),
-        (
-            "fsdp2",
-            "deepspeed_adam",
-            "optim.name: found deepspeed_adam under engine fsdp2, where DeepSpeed has no partitions",
-        ),
-        ("zero3", "deepspeed_adam", "deepspeed_adam is DeepSpeed's FusedAdam here, which is for CUDA, found cpu"),
+        ("zero2", "muon", ("optim.name", "muon", "zero2")),
+        ("fsdp2", "deepspeed_adam", ("optim.name", "deepspeed_adam", "fsdp2")),
+        ("zero3", "deepspeed_adam", ("optim.name", "deepspeed_adam", "cpu", "zero3_offload")),
     ],
 )
 def test_a_run_is_refused_before_anything_is_created(
-    engine: str, name: str, complaint: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
+    engine: str, name: str, must_name: tuple[str, ...], parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     if name == "deepspeed_adam" and torch.cuda.is_available():
         pytest.skip("CUDA has the FusedAdam that is refused here")
@@ -114,7 +110,7 @@ def test_a_run_is_refused_before_anything_is_created(
     pids = forked.start(engine, given, 2, log)
     assert forked.wait(pids) == dict.fromkeys(pids, 64), log.read_text()[-3000:]
     refusals = [line for line in log.read_text().splitlines() if line.startswith("mmldlm: error: optim.name")]
-    assert len(refusals) == 2 and complaint in refusals[0]
+    assert len(refusals) == 2 and all(text in refusals[0] for text in must_name)
     assert not (tmp_path / "run").exists()
 
 

@@ -127,12 +127,12 @@ BAD = [
     ["evaluate", "RUN", "--samples", "0"],
     ["monitor", "/nowhere", "--once"],
     ["compare", "/nowhere"],
-    ["doctor", "/nowhere.yaml"],
+    ["train", "/nowhere.yaml", "--check"],
     ["nothing"],
 ]
 VERBS = (
     "new,prepare,convert,data,data info,data verify,data sample,train,sample,score,evaluate,export,"
-    "checkpoints,verify,explain,rewind,monitor,compare,config,doctor"
+    "checkpoints,verify,explain,rewind,monitor,compare,config"
 )
 # A run in which everything happens that can happen beside its steps.
 FEATURES = [

@@ -30,7 +30,7 @@ PORT = 29500  # free in a new network
 
 def environment(logs: Path, **variables: object) -> dict[str, str]:
     """Return the environment of a node's launch script, without variables of this machine about nodes or interfaces."""
-    foreign = ("NNODES", "NODE_RANK", "NPROC_", "MASTER_", "GLOO_", "NCCL_", "SLURM_", "DOCTOR", "MAX_RESTARTS")
+    foreign = ("NNODES", "NODE_RANK", "NPROC_", "MASTER_", "GLOO_", "NCCL_", "SLURM_", "NODE_CHECK", "MAX_RESTARTS")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     own = {"PYTHON": sys.executable, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "LOG_DIR": str(logs)}
@@ -140,7 +140,7 @@ class TwoNodes:
 
 def one_node(logs: Path, *arguments: object, processes: int = 2, **variables: object) -> int:
     """scripts/launch_node.sh on this machine as one node; its exit code."""
-    place = {"NPROC_PER_NODE": processes, "DOCTOR": "skip", "MASTER_PORT": free_port(), **variables}
+    place = {"NPROC_PER_NODE": processes, "NODE_CHECK": "skip", "MASTER_PORT": free_port(), **variables}
     command = [*LAUNCH, *map(str, arguments)]
     return subprocess.run(
         command, env=environment(logs, **place), cwd=ROOT, capture_output=True, timeout=TEST_TIMEOUT_S
@@ -157,7 +157,7 @@ def _ip(*arguments: str) -> str:
 
 def main(arguments: Sequence[str], variables: Mapping[str, str] = os.environ) -> int:
     with tempfile.TemporaryDirectory() as logs, TwoNodes(Path(logs)) as nodes:
-        codes = [process.wait() for process in nodes.launch(*arguments, DOCTOR=variables.get("DOCTOR", ""))]
+        codes = [process.wait() for process in nodes.launch(*arguments, NODE_CHECK=variables.get("NODE_CHECK", ""))]
         print(nodes.log())
     return max(codes)
 

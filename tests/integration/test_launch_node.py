@@ -51,9 +51,9 @@ def state(process: psutil.Process) -> str:
     return ""
 
 
-def is_doctor(process: psutil.Process) -> bool:
+def is_check(process: psutil.Process) -> bool:
     with suppress(psutil.Error):  # it has ended since it was found
-        return "doctor" in process.cmdline()
+        return "--check" in process.cmdline()
     return False
 
 
@@ -69,6 +69,7 @@ def is_doctor(process: psutil.Process) -> bool:
         (["ddp", "CONFIG"], {"NNODES": 2}, "NODE_RANK is not set; expected NPROC_PER_NODE NODE_RANK MASTER_ADDR"),
         (["ddp", "CONFIG"], {"NNODES": 2, "NODE_RANK": 0}, "MASTER_ADDR is not set"),
         (["ddp", "CONFIG"], {"NNODES": 2, "NODE_RANK": 2, "MASTER_ADDR": "a"}, "NODE_RANK: expected a whole number"),
+        (["ddp", "CONFIG"], {"DOCTOR": "skip"}, "DOCTOR is gone, use NODE_CHECK=skip"),
         (["ddp", "CONFIG"], {"PYTHON": "/nowhere/python"}, "PYTHON: /nowhere/python cannot be run"),
     ],
 )
@@ -82,7 +83,7 @@ def test_missing_variables_are_refused(
     assert not (tmp_path / "logs").exists()
 
 
-def test_failed_doctor_ends_the_launch(tiny_config: Path, tmp_path: Path) -> None:
+def test_a_failed_check_ends_the_launch(tiny_config: Path, tmp_path: Path) -> None:
     process = launch(tmp_path / "logs", ["ddp", tiny_config, "data.path=/nowhere"], NPROC_PER_NODE=2)
     out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 65 and "FAIL  data store" in out
@@ -107,7 +108,7 @@ def test_run_is_logged_stopped_and_resumed(tiny_config: Path, tmp_path: Path) ->
     assert header.startswith("==> ") and " node 0 of 1 on " in header and header.endswith(f"{' '.join(arguments[1:])}")
 
     stopped_at = kinds(run, "train")[-1]
-    place = {"NPROC_PER_NODE": 2, "DOCTOR": "skip"}
+    place = {"NPROC_PER_NODE": 2, "NODE_CHECK": "skip"}
     process = launch(tmp_path / "logs", [*arguments, f"train.steps={stopped_at + 2}"], tmp_path, **place)
     out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 0, out
@@ -118,7 +119,7 @@ def test_run_is_logged_stopped_and_resumed(tiny_config: Path, tmp_path: Path) ->
 def test_nohup_is_respected(tiny_config: Path, tmp_path: Path) -> None:
     """Though the launcher forwards SIGHUP, which it does not ignore."""
     run, arguments = tmp_path / "run", ["ddp", tiny_config, "train.steps=100000", "validation.every=0"]
-    place = {"NPROC_PER_NODE": 2, "DOCTOR": "skip", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 1}
+    place = {"NPROC_PER_NODE": 2, "NODE_CHECK": "skip", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": 1}
     previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         process = launch(tmp_path / "logs", arguments, **place)
@@ -133,9 +134,9 @@ def test_nohup_is_respected(tiny_config: Path, tmp_path: Path) -> None:
     assert "stopped by SIGTERM" in out and json.loads((run / "exit.json").read_text())["code"] == 75
 
 
-def test_a_signal_during_the_doctor_starts_no_run(tiny_config: Path, tmp_path: Path) -> None:
+def test_a_signal_during_the_check_starts_no_run(tiny_config: Path, tmp_path: Path) -> None:
     process = launch(tmp_path / "logs", ["ddp", tiny_config], NPROC_PER_NODE=2)
-    wait_until(lambda: any(map(is_doctor, descendants(process))), "the doctor")
+    wait_until(lambda: any(map(is_check, descendants(process))), "the check")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert process.returncode == 143 and not (tmp_path / "run").exists(), out
@@ -153,7 +154,7 @@ def test_a_check_starts_the_engine_and_trains_nothing(tiny_config: Path, tmp_pat
 def test_restart_resumes_from_the_last_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
     run, arguments = tmp_path / "run", ["ddp", tiny_config, "train.steps=60", "train.global_batch_size=128"]
     arguments += ["checkpoint.every_steps=2", "validation.every=0", "distributed.timeout_s=5"]
-    process = launch(tmp_path / "logs", arguments, NPROC_PER_NODE=2, DOCTOR="skip", MAX_RESTARTS=1)
+    process = launch(tmp_path / "logs", arguments, NPROC_PER_NODE=2, NODE_CHECK="skip", MAX_RESTARTS=1)
     wait_until(lambda: bool(kinds(run, "checkpoint")), "a checkpoint")
     workers = [result for result in descendants(process) if "mmldlm.train" in result.cmdline()[:4]]
     ranks = {result.environ()["RANK"]: result for result in workers if "RANK" in result.environ()}

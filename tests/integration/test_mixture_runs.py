@@ -21,7 +21,7 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.run.compatibility import LATENTS_NAME
 from mmldlm.run.load import load_run
-from mmldlm.tools.doctor import check_store
+from mmldlm.trainer.start_check import check_store
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import record_list
 from tests.helpers.sample_corpus import overwrite_value

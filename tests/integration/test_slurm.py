@@ -76,7 +76,7 @@ def test_job_out_of_time_is_requeued_and_resumes(site: dict[str, str], tiny_conf
     assert json.loads((run / "exit.rank1.json").read_text())["code"] == 75
 
     stopped_at = steps(run)[-1]
-    job = submit({**site, "DOCTOR": "skip"}, *arguments, f"train.steps={stopped_at + 2}")
+    job = submit({**site, "NODE_CHECK": "skip"}, *arguments, f"train.steps={stopped_at + 2}")
     out, _ = job.communicate(timeout=TEST_TIMEOUT_S)
     assert job.returncode == 0, out
     assert steps(run) == list(range(1, stopped_at + 3))
@@ -96,7 +96,7 @@ def test_outcome_of_an_earlier_job_is_ignored(site: dict[str, str], tiny_config:
 
 @pytest.mark.slow
 def test_one_node(site: dict[str, str], tiny_config: Path, tmp_path: Path) -> None:
-    one = {**site, "SLURM_JOB_NUM_NODES": "1", "DOCTOR": "skip", "NPROC_PER_NODE": "2"}
+    one = {**site, "SLURM_JOB_NUM_NODES": "1", "NODE_CHECK": "skip", "NPROC_PER_NODE": "2"}
     job = submit(one, "ddp", tiny_config, script="train_one_node.sbatch")
     out, _ = job.communicate(timeout=TEST_TIMEOUT_S)
     assert job.returncode == 0 and "the run ended with code 0" in out, out

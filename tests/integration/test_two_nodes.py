@@ -43,7 +43,7 @@ def test_two_nodes_follow_the_curve_of_one(nodes: TwoNodes, tiny_config: Path, t
     assert [process.wait(TEST_TIMEOUT_S) for process in started] == [0, 0], nodes.log()
     assert [step for step, _, _ in curve(one)] == list(range(1, 9))
     assert curve(two) == curve(one)
-    # The doctor went first, on each node; then a process of each trained.
+    # The check went first, on each node; then a process of each trained.
     assert nodes.log().count("\nready") == 2 and exits(two) == [0, 0]
 
 
@@ -59,7 +59,7 @@ def test_lost_connection_ends_both_nodes_and_resumes(
     settings.append("validation.every=0")
     settings += ["checkpoint.every_steps=2", "train.global_batch_size=128", "model.width=64", "model.depth=4"]
 
-    started = nodes.launch(engine, *settings, "train.steps=100000", f"run.dir={run}", DOCTOR="skip")
+    started = nodes.launch(engine, *settings, "train.steps=100000", f"run.dir={run}", NODE_CHECK="skip")
     metrics = run / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and len(curve(run)) >= 3, "three steps")
     wait_until((run / "checkpoints" / "step-00000002").is_dir, "the first checkpoint")
@@ -71,7 +71,7 @@ def test_lost_connection_ends_both_nodes_and_resumes(
     nodes.mend()
     steps = len(curve(run)) + 4
     settings.append(f"train.steps={steps}")
-    started = nodes.launch(engine, *settings, f"run.dir={run}", DOCTOR="skip")
+    started = nodes.launch(engine, *settings, f"run.dir={run}", NODE_CHECK="skip")
     assert [process.wait(TEST_TIMEOUT_S) for process in started] == [0, 0], nodes.log()
     assert exits(run) == [0, 0]
     forked.succeed(engine, whole, 2, *settings)
@@ -86,7 +86,7 @@ def test_dead_process_is_replaced_on_both_nodes(nodes: TwoNodes, tiny_config: Pa
     """MAX_RESTARTS over two nodes: one loses its process, the other notices, and both start again."""
     run, settings = tmp_path / "run", ["distributed.timeout_s=5", "train.steps=60", "validation.every=0"]
     settings += ["checkpoint.every_steps=2", "train.global_batch_size=128", f"run.dir={tmp_path / 'run'}"]
-    started = nodes.launch("ddp", tiny_config, *settings, DOCTOR="skip", MAX_RESTARTS=1)
+    started = nodes.launch("ddp", tiny_config, *settings, NODE_CHECK="skip", MAX_RESTARTS=1)
     wait_until(lambda: (run / "checkpoints" / "step-00000002").is_dir(), "a checkpoint")
     (trainer,) = [result for result in nodes.processes(1) if "RANK" in result.environ()]
     trainer.kill()
@@ -114,7 +114,7 @@ def test_a_check_sees_both_nodes_and_leaves_nothing(nodes: TwoNodes, tiny_config
 def test_a_check_finds_a_lost_connection(nodes: TwoNodes, tiny_config: Path, tmp_path: Path) -> None:
     nodes.cut()
     run = tmp_path / "run"
-    started = nodes.launch("ddp", tiny_config, f"run.dir={run}", "--check", DOCTOR="skip", CHECK_TIMEOUT=2)
+    started = nodes.launch("ddp", tiny_config, f"run.dir={run}", "--check", NODE_CHECK="skip", CHECK_TIMEOUT=2)
     assert [process.wait(TEST_TIMEOUT_S) for process in started] == [1, 1], nodes.log()
     last = [(tmp_path / "logs" / f"node{node}.log").read_text().rstrip().rpartition("\n")[2] for node in range(2)]
     assert "waiting for clients. 1/2 clients joined." in last[0]

@@ -326,17 +326,15 @@ def test_a_warm_start_continues_where_its_source_was(source: Path, stores: dict[
     assert losses["warm"] < losses["cold"] - 0.1, losses
 
 
-def test_doctor_says_what_a_run_would_take(
+def test_a_check_says_what_a_run_would_take(
     source: Path, stores: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = tmp_path / "config.yaml"
     config.write_text(TINY.format(run=tmp_path / "run", store=stores["own"]))
-    assert cli.main(["doctor", str(config), "--json", f"init.from={source}"]) == 0
-    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
-    assert "another tokenizer" in findings["init"]["found"]
-    assert cli.main(["doctor", str(config), "--json", f"init.from={source}", "model.depth=3"]) == 65
-    findings = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)["findings"]}
-    assert findings["init"]["status"] == "fail" and "blocks.2" in findings["init"]["found"]
-    assert cli.main(["doctor", str(config), "--json"]) == 0
-    assert '"init"' not in capsys.readouterr().out
+    check = ["train", str(config), "--check", "--processes", "1"]
+    for more, code, status, found in (([], 0, "ok", "another tokenizer"), (["model.depth=3"], 65, "FAIL", "blocks.2")):
+        assert cli.main([*check, f"init.from={source}", *more]) == code
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.split()[:2] == [status, "init"])
+        assert found in line
+    assert cli.main(check) == 0 and " init " not in capsys.readouterr().out
     assert asdict(load_config(config).init) == {"from_": None, "skip": [], "embeddings": None}

@@ -101,7 +101,7 @@ def test_no_name_of_a_folder_or_tensor_reaches_the_terminal_as_an_order(
     capsys.readouterr()
     for command in (
         ["config", config],
-        ["doctor", config],
+        ["train", config, "--check"],
         ["checkpoints", "list", run],
         ["checkpoints", "diff", first, last],
         ["export", run, tmp_path / f"bundle{RETITLE}"],

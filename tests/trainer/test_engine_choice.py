@@ -63,7 +63,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
         "100",
         "(+28)",
     ]
-    with pytest.raises(ConfigError, match="nothing fits into 90% of 80 GB, the least is 100 GB;"):
+    with pytest.raises(ConfigError, match=r"--gpus: .*80 GB.*100 GB"):
         first_choice([larger, large], GPUS)
 
 
@@ -103,7 +103,7 @@ def test_the_search_ends_where_all_engines_fit(tiny_config: Path, capsys: pytest
     assert [row[:1] + row[2:3] for row in rows[1]] == [
         [size, kind] for kind in ("none", "selective", "full") for size in sizes
     ]
-    assert "mmldlm: error: --gpus: nothing fits into 90% of 0.001 GB, " in captured.err
+    assert "mmldlm: error: --gpus: " in captured.err and "0.001 GB" in captured.err
 
 
 def test_several_nodes_have_hybrid_sharding(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_the_command_trains(gpus: int, tmp_path: Path, tiny_config: Path, capsys
         **os.environ,
         "PATH": path,
         "OMP_NUM_THREADS": "1",
-        "DOCTOR": "skip",
+        "NODE_CHECK": "skip",
         "LOG_DIR": str(tmp_path / "logs"),
     }
     done = subprocess.run(

@@ -36,9 +36,12 @@ def changes_of(run: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_one_gpu_tries_its_micro_batches(tiny_config: Path, tmp_path: Path) -> None:
-    assert train.main([str(tiny_config), AUTO, f"run.dir={tmp_path / 'run'}"]) == 0
-    assert len(records(tmp_path / "run")) == 8
+@pytest.mark.parametrize("auto", [(), (AUTO,)])
+def test_one_gpu_tries_its_micro_batches(
+    auto: tuple[str, ...], tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main([str(tiny_config), *auto, f"run.dir={tmp_path / 'run'}"]) == 0
+    assert len(records(tmp_path / "run")) == 8 and "fit into memory" in capsys.readouterr().out
 
 
 @pytest.mark.setting("train.auto_micro_batch")

@@ -1,14 +1,43 @@
-"""`mmldlm train --check`: the start of a run, which reports what the ranks see and leaves nothing behind."""
+"""`mmldlm train --check`: problems of a machine and of the run on it, and the start of ranks, which leaves nothing."""
 
 from __future__ import annotations
 
+import os
+import re
+import resource
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
-from mmldlm import train
+from mmldlm import cli, train
+from mmldlm.config import load_config
+from mmldlm.data.store import Store
 from mmldlm.errors import ExitCode
+from mmldlm.model.mmdit import count_parameters
+from mmldlm.trainer.start_check import (
+    check_attention,
+    check_cores,
+    check_disk,
+    check_folder,
+    check_gpus,
+    check_open_files,
+    check_shared_memory,
+    exit_code,
+    fail,
+    format_report,
+    ok,
+    warn,
+)
 from tests.helpers.forked_runs import ForkedRuns
+from tests.helpers.paths import ROOT
+from tests.helpers.small_model import build_model
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def check(forked: ForkedRuns, log: Path, config: Path, *per_rank: str) -> tuple[list[int], str]:
@@ -57,8 +86,161 @@ def test_one_process_without_a_launcher(tiny_config: Path, tmp_path: Path, capsy
     before = sorted(tmp_path.rglob("*"))
     assert train.main([str(tiny_config), "--check", f"run.dir={tmp_path / 'new/run'}"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("started single (ranks: 1, nodes: 1)\n") and out.endswith("ready\n")
+    assert "  ok    data store" in out and "\nstarted single (ranks: 1, nodes: 1)\n" in out and out.endswith("ready\n")
     assert sorted(tmp_path.rglob("*")) == before
     (tmp_path / "file").touch()
-    assert train.main([str(tiny_config), "--check", f"run.dir={tmp_path / 'file/run'}"]) == ExitCode.STORAGE
-    assert f"run.dir: cannot write {tmp_path / 'file/run'}: Not a directory" in capsys.readouterr().err
+    assert train.main([str(tiny_config), "--check", f"run.dir={tmp_path / 'file/run'}"]) == ExitCode.CONFIG
+    out = capsys.readouterr().out
+    assert f"run.dir: cannot write {tmp_path / 'file/run'}: Not a directory" in out and "started" not in out
+
+
+# --- a node -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_disk(folder: Path, mib: int) -> Iterator[Path]:
+    """A file system of its own, mounted at `folder`."""
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "tmpfs", str(folder)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"mounting a small disk is not permitted: {mounted.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_without_a_config_only_the_machine_is_checked(command: Command) -> None:
+    result = command("mmldlm.cli", "train", "--check")
+    assert result.returncode == 0, result.stderr
+    *lines, summary = result.stdout.splitlines()
+    assert summary.startswith("ready")
+    first = "GPUs" if torch.cuda.is_available() else "cores"
+    assert [line.split()[1] for line in lines if "->" not in line] == [first, "backend", "shared", "open"]
+
+
+def test_a_node_that_is_ready(command: Command, tiny_config: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.rglob("*"))
+    result = command("mmldlm.cli", "train", tiny_config, "--check", "--processes", 1, "train.steps=9")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert re.search(r"^  ok    data store +\S+store, \d+ samples to train on$", result.stdout, re.MULTILINE)
+    assert "started" not in result.stdout and sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_as_many_gpus_as_there_are() -> None:
+    count = torch.cuda.device_count()
+    assert check_gpus(count).status == "ok"
+    assert check_gpus(count + 1).found.startswith(f"{count} for {count + 1} processes, driver ")
+
+
+@pytest.mark.quick
+def test_more_processes_than_cores_is_a_warning() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert check_cores(cores).status == "ok"
+    assert check_cores(cores + 1).status == "warn"
+
+
+@pytest.mark.quick
+def test_attention_backend_is_named_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on a stub of a GPU, which only says what it is."""
+    assert check_attention(load_config(None, []), "cpu").found == "sdpa on cpu in fp32"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert check_attention(load_config(None, ["precision=fp16"]), "cuda").found == "efficient on cuda in fp16"
+    refused = check_attention(load_config(None, ["precision=fp16", "attention.backend=varlen"]), "cuda")
+    assert refused.status == "fail" and refused.exit_code == 64
+    assert refused.found.startswith("attention.backend: varlen needs a GPU of compute capability 8.0 or newer, found")
+
+
+@pytest.mark.quick
+def test_problems_of_a_config_are_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    quickstart = str(ROOT / "configs" / "quickstart.yaml")
+    assert train.main([quickstart, "--check", "--processes", "1", "data.path=/nowhere", "run.dir=/tmp"]) == 65
+    assert re.search(r"^  FAIL  data store +/nowhere: ", capsys.readouterr().out, re.MULTILINE)
+    assert train.main([quickstart, "--check", "--processes", "1", "optim.lrr=1"]) == 64
+    assert "did you mean 'optim.lr'?" in capsys.readouterr().out
+
+
+def test_full_disk(tiny_config: Path, tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmldlm.trainer.start_check._MIN_FREE_GIB", 0.001)
+    with small_disk(tmp_path / "disk", mib=16) as disk:
+        config, store = load_config(tiny_config, [f"run.dir={disk / 'run'}"]), Store.open(tiny_store)
+        assert check_disk(config, store).status == "ok"  # room for the checkpoints of a tiny network
+        (disk / "ballast").write_bytes(bytes(15 << 20))
+        result = check_disk(config, store)
+    assert (result.status, result.exit_code) == ("fail", 64)
+    assert result.found.startswith(f"0.0 GiB free at {disk / 'run'}, ")
+
+
+def test_disk_space_of_checkpoints_follows_the_network(tiny_config: Path, tiny_store: Path, tmp_path: Path) -> None:
+    config, store = load_config(tiny_config), Store.open(tiny_store)
+    parameters = sum(count_parameters(build_model(config, store.manifest)).values())
+    assert check_disk(config, store).status == "ok"
+    many = load_config(tiny_config, ["checkpoint.keep_last=999999999"])
+    result = check_disk(many, store)
+    assert result.status == "fail"
+    assert f"{1e9 * parameters * 12 / 2**30:,.1f} needed for 1000000000 checkpoints" in result.found
+    with_ema = load_config(tiny_config, ["checkpoint.keep_last=999999999", "ema.decay=0.9"])
+    assert f"{1e9 * parameters * 16 / 2**30:,.1f} needed" in check_disk(with_ema, store).found
+    # What is there already needs no more room.
+    saved = tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors"
+    saved.parent.mkdir(parents=True)
+    os.truncate(os.open(saved, os.O_WRONLY | os.O_CREAT), 2**40)
+    assert f"{1e9 * parameters * 12 / 2**30 - 1024:,.1f} needed" in check_disk(many, store).found
+
+
+@pytest.mark.quick
+def test_a_run_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    assert check_folder(tmp_path / "new" / "run").status == "ok" and not (tmp_path / "new").exists()
+    (tmp_path / "file").touch()
+    result = check_folder(tmp_path / "file" / "run")
+    assert (
+        result.status == "fail"
+        and result.found == f"run.dir: cannot write {tmp_path / 'file' / 'run'}: Not a directory"
+    )
+
+
+@pytest.mark.quick
+def test_little_shared_memory_is_a_warning(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "shm", mib=64) as folder:
+        result = check_shared_memory(2, folder)
+    assert result.status == "warn" and result.found == f"64 MiB free in {folder}, 512 advised"
+    assert check_shared_memory(1, tmp_path / "none").status == "warn"
+
+
+def test_few_open_files_is_a_warning() -> None:
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    code = (
+        "import resource; from mmldlm.trainer.start_check import check_open_files as check\n"
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); found = check(); print(found.status, found.remedy)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert result.startswith("warn ulimit -n ")
+    advice = int(result.rsplit(maxsplit=1)[1])
+    assert 256 < advice <= 4096 and check_open_files().name == "open files"
+
+
+@pytest.mark.quick
+def test_invalid_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--check", "--processes", "0"], ["--processes", "2", "a.yaml"], ["--check", "a.yaml", "b.yaml"]):
+        assert train.main(arguments) == 2
+    assert cli.main(["doctor"]) == 2 and "mmldlm train CONFIG --check" in capsys.readouterr().err
+
+
+@pytest.mark.quick
+def test_report_and_exit_code() -> None:
+    good, doubtful, bad = ok("a", "1"), warn("long name", "2", "do this"), fail("c", "3", "do that", exit_code=65)
+    assert format_report([good]).splitlines() == ["  ok    a  1", "ready"]
+    assert format_report([good, doubtful, bad]).splitlines() == [
+        "  ok    a          1",
+        "  warn  long name  2",
+        "                   -> do this",
+        "  FAIL  c          3",
+        "                   -> do that",
+        "not ready: 1 failed, 1 warning",
+    ]
+    assert [exit_code(result) for result in ([good, doubtful], [bad], [bad, fail("d", "", "r")])] == [0, 65, 64]

@@ -104,8 +104,8 @@ def _failed(run: Snapshot) -> str | None:
 @_rule(
     "rank lost",
     "A rank has ended and the others because of it, or its process is gone and the others will end soon.",
-    "look at that rank first: its node's log, stacks.rank*.txt in the run folder, `mmldlm doctor` on its node; then "
-    "the same command continues from the last checkpoint",
+    "look at that rank first: its node's log, stacks.rank*.txt in the run folder, `mmldlm train --check` on its node; "
+    "then the same command continues from the last checkpoint",
 )
 def _rank_lost(run: Snapshot) -> str | None:
     # A run whose rank 0 is gone counts as killed.
