@@ -1,4 +1,4 @@
-"""`mmldlm race BASE ARM...`: train several changes of a run, leave each as soon as it is decided, and keep the best."""
+"""`mmldlm race BASE ARM...`: train several changes of a run, stop each once it is decided, and keep the best."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmldlm.tools.compare.run_summary import better_direction
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.printable import printable
 
-# Options that the ledger has for each base, and what they are unless given.
+# Options that the ledger stores for each base, with their defaults.
 _OPTIONS = {"metric": BOUND, "risk": 0.05, "at_least": 0.002, "seeds": 16, "looks": 3, "launch": ""}
 
 
@@ -55,7 +55,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _open(options: argparse.Namespace, path: Path) -> tuple[Ledger, Arm]:
-    """Return the ledger at `path` and the base; what the ledger has completes the options."""
+    """Open the ledger at `path` and return it with the base. Options that were not given come from the ledger."""
     ledger = Ledger(path)
     races = ledger.of_kind("race")
     if options.base is None and not races:
@@ -65,7 +65,7 @@ def _open(options: argparse.Namespace, path: Path) -> tuple[Ledger, Arm]:
     if options.base is None and not same:
         raise ConfigError(f"{base.arguments[0]}: expected as in {path}, found other settings or code; name it")
     for name, default in _OPTIONS.items():
-        known = same or (races if name == "risk" else [])  # the risk is that of the whole ledger
+        known = same or (races if name == "risk" else [])  # one risk covers the whole ledger
         value, given = known[-1][name] if known else default, getattr(options, name)
         if known and given not in (None, value):
             raise UsageError(f"--{name.replace('_', '-')}: expected {value} as in {path}, found {given}")
@@ -81,7 +81,7 @@ def _open(options: argparse.Namespace, path: Path) -> tuple[Ledger, Arm]:
 
 
 def _proposals(options: argparse.Namespace, ledger: Ledger, base: Arm, folder: Path) -> list[Proposal]:
-    """Return all proposals for the base; those of the command line that are new get a line of the ledger."""
+    """Return all proposals for the base. New ones from the command line are added to the ledger."""
     arms = [Arm.parse(text, base, folder) for text in dict.fromkeys([*options.arms, *options.add])]
     metrics = [arm.metric(options.metric, base) for arm in arms]
     for arm, metric in zip(arms, metrics, strict=True):
@@ -114,7 +114,7 @@ def _proposals(options: argparse.Namespace, ledger: Ledger, base: Arm, folder: P
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm race`; an `MmldlmError` propagates."""
+    """Run `mmldlm race`. An `MmldlmError` is raised to the caller."""
     options = _parse(argv)
     deadline = time.monotonic() + 3600 * options.budget
     path = options.ledger or Path(f"{Arm.base(Path(options.base)).settings['run.dir']}-race") / "experiments.jsonl"
