@@ -1,4 +1,4 @@
-"""`mmldlm score RUN FILE --out OUT.jsonl`: the likelihood bound of each text of a file."""
+"""`mmldlm score RUN FILE --out OUT.jsonl`: bound the likelihood of each text of a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm score`; returns the exit code."""
+    """Run `mmldlm score` and return the exit code."""
     options = _parse(argv)
     draws, size = options.draws, options.batch
     with batch.batch_processes(options) as (run, processes, progress):
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _bits_per_token(nats: Ratio) -> dict[str, Any]:
-    """Return the bits with their interval, over the draws of a text or over texts."""
+    """Convert nats per token to bits, with the interval over the draws of a text, or over texts."""
     bits = nats * BITS
     return {
         "bits_per_token": bits.value,
