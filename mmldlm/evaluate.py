@@ -104,7 +104,7 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
             parser.error(f"--{name}: expected at least {minimum}, found {getattr(options, name)}")
     config = EvaluationConfig(options.split, options.samples, options.texts, options.times, options.seed, options.batch)
     if options.out is None and (options.run / BUNDLE_CONFIG).is_file():
-        parser.error("--out: expected a folder for the results, since those of a bundle are part of it")
+        parser.error("--out: expected a folder for the results, since a bundle must not change")
     with (
         stop_at_signals("nothing was written"),
         process_group(run_config(options.run).distributed, read_launcher_env(os.environ)) as processes,
@@ -124,7 +124,7 @@ def _load(options: argparse.Namespace, config: EvaluationConfig, processes: Coll
     for option, mode, value in (("--search", "l2t", options.search), ("--sts", "t2l", options.sts)):
         if value and mode not in modes:
             found = ",".join(modes)
-            raise UsageError(f"{option}: is of mode {mode}, expected it among those to measure, found {found}")
+            raise UsageError(f"{option}: belongs to mode {mode}, expected it among the measured modes, found {found}")
     return loaded, config, modes, options.sts
 
 

@@ -77,7 +77,7 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
             digests = {name: str(entry["sha256"]) for name, entry in body["files"].items()}
             tensors = {name: TensorGroup.from_json(group) for name, group in body["tensors"].items()}
         if (named := step_and_revision(folder.name)) and named[0] != body["step"]:
-            raise DataError(f"{folder}: is the checkpoint of step {body['step']}, expected that of its name")
+            raise DataError(f"{folder}: expected the step of its name, found step {body['step']}")
         for name, expected_bytes in files.items():
             check_name(name)
             if (size := (folder / name).stat().st_size) != expected_bytes:
@@ -101,7 +101,7 @@ def foreign(path: Path) -> Iterator[None]:
         yield
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         reason = truncate(" ".join(f"{type(error).__name__} {error}".split()))
-        raise DataError(f"{path}: is not what this version writes ({reason})") from error
+        raise DataError(f"{path}: this version writes other contents ({reason})") from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

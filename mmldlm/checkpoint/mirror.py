@@ -55,7 +55,7 @@ class Mirror:
         self.run_dir = store.folder.parent.absolute()
         self.url = f"{place.rstrip('/')}/{self.run_dir.name}"
         if Path(self.url.removeprefix("file://")).resolve() == self.run_dir.resolve():
-            raise ConfigError(f"checkpoint.mirror: found {place}, where run.dir is; expected another disk")
+            raise ConfigError(f"checkpoint.mirror: expected another disk, found {place}, where run.dir is")
         self._writer = uuid.uuid4().hex.encode()  # identifies this start in the mirror
         self._is_claimed = False
         self._due: int | None = None  # step of the newest checkpoint that no pass has handled yet
@@ -95,7 +95,9 @@ class Mirror:
         except Exception as error:  # those of the libraries are of many kinds
             if local is None and not is_chosen:
                 line = self._line(error)
-                raise StorageError(f"checkpoint.mirror: without it the run would start over: {line}") from error
+                raise StorageError(
+                    f"checkpoint.mirror: cannot be read, and without it the run would start over: {line}"
+                ) from error
             log.warning("checkpoint.mirror: cannot look for newer checkpoints: %s", self._line(error))
             return local
         if fetched is None:
@@ -267,7 +269,9 @@ class Mirror:
         if copies and (record or not may_adopt):
             start = self._system.cat_file(f"{self._folder(copies[0])}/{METRICS}", start=0, end=max(len(record), 1))
             if start != record:
-                raise ConfigError(f"{self.url} has another run; expected another place, or a run.dir of another name")
+                raise ConfigError(
+                    f"{self.url} has the copies of another run: choose another place or another name for run.dir"
+                )
         if copies and newest is not None and copies[0] > newest:
             raise ConfigError(
                 f"{self.url} has step {copies[0]}, expected none after {max(newest, 0)}: start with resume: auto, "

@@ -84,7 +84,9 @@ class TrainState:
         values, names = json.loads(text), {field.name for field in dataclasses.fields(cls)}
         if differing := (values.keys() ^ names) - (_SINCE_0_2 - values.keys()):
             differing = ", ".join(sorted(differing))
-            raise DataError(f"training state: {differing} in one of checkpoint and this version; train the run again")
+            raise DataError(
+                f"training state: {differing}: only the checkpoint or only this version has it; train the run again"
+            )
         return cls(**values)
 
 

@@ -135,12 +135,14 @@ def read_items(path: Path, run: LoadedRun, checked: bool = True) -> list[Item]:
     """
     format = suffix_format(str(path))
     if format not in TEXT_FORMATS:
-        raise DataError(f"{path}: expected a text a line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'")
+        raise DataError(
+            f"{path}: expected a text per line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'"
+        )
     parts = text_parts(str(path), sys.maxsize, format)
     prefix = "prefix" if run.store.manifest.has_prefixes else None
     items = [item for part in parts for item in read_text(part, "text", format, Columns(key="id", prefix=prefix), True)]
     if not items:
-        raise DataError(f"{path}: expected a text a line, found an empty file")
+        raise DataError(f"{path}: expected a text per line, found an empty file")
     return [_check_tokens(item, run) for item in items] if checked else items
 
 
@@ -267,7 +269,7 @@ def run_batches(job: Job, compute: Compute, processes: Collectives, progress: Pr
         if processes.is_main:
             output = _Output(job)
     done = processes.gather(output.done if output else 0, "items that are complete")[0]
-    progress.phase(f"computing, after {done:,} of an earlier start" if done else "computing", announce=False)
+    progress.phase(f"computing, {done:,} are done by an earlier start" if done else "computing", announce=False)
     for start in range(done // size * size, count, size * processes.world_size):
         first = start + processes.rank * size
         rows = np.full((size, *job.rows), np.nan, np.float32)
@@ -315,4 +317,4 @@ def _compute(job: Job, compute: Compute, indices: range, rows: np.ndarray) -> li
 
 
 def _error(problem: Problem, more: str = "") -> DataError:
-    return DataError(f"{problem}{more}; --on-problem skip goes on without")
+    return DataError(f"{problem}{more}; --on-problem skip leaves it out")

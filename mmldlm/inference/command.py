@@ -36,7 +36,7 @@ _NEEDS = {"texts": "out", "points": "interpolate", "like": "edit", "span_length"
 _EXCLUDES = {
     "interpolate": (("edit", "text", "latents", "count", "prefix"), ", which generates one text per point"),
     "edit": (("text", "length"), ", which has its own text and uses --span-length"),
-    "like": (("latents",), ", whose latent is used"),
+    "like": (("latents",), ", since its latent is used"),
     "search": (("count", "length", "interpolate", "edit"), ", which improves one text of a latent, of any length"),
 }
 
@@ -58,7 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="as --text, for each line of a file, or `text` of a .jsonl; see --out",
     )
     parser.add_argument(
-        "--prefix", action="append", help="what the texts follow, of data with prefixes: one, or one for each --text"
+        "--prefix",
+        action="append",
+        help="for data with prefixes, the text to continue: one, or one for each --text",
     )
     parser.add_argument("-n", "--count", type=int, default=1, help="generations per condition; default: %(default)s")
     parser.add_argument("--length", type=int, help="tokens to generate; default: by the length head")

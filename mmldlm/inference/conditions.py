@@ -25,7 +25,7 @@ def encode_or_raise(encoder: LatentEncoder, texts: Sequence[str], hint: str = ""
     for text, latent in zip(texts, latents, strict=True):
         if not np.isfinite(latent).all():
             imported = isinstance(encoder, ImportedLatents)
-            expected = "an encoder of texts, as the latents were imported" if imported else "words of its corpus"
+            expected = "an encoder of texts, but the latents were imported" if imported else "words of its corpus"
             raise DataError(f"the encoder has no latent for {text!r}: expected {expected}{hint}")
     return latents
 

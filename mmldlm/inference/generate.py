@@ -179,7 +179,7 @@ def prefix_tokens(run: LoadedRun, prefixes: Sequence[str], count: int) -> list[l
     if any(prefixes) and not run.store.manifest.has_prefixes:
         raise UsageError(f"prefix: expected a run on data with prefixes (`prepare --prefix-field`), found {run.folder}")
     if run.store.manifest.has_prefixes and not all(prefixes):
-        notice(str(run.folder), f"{run.folder}: texts without a prefix follow nothing; those of its data have one")
+        notice(str(run.folder), f"{run.folder}: its texts follow a prefix, but none was given")
     if len(prefixes) not in (1, count):
         raise UsageError(f"prefix: expected one, or one for each of {count} conditions, found {len(prefixes)}")
     end, ids = run.store.manifest.pad_id, run.tokenizer.encode_batch([prefix.strip() for prefix in prefixes])

@@ -241,7 +241,7 @@ class Model(_HubMixin):
             folder = snapshot_download(str(model_id), revision=revision, **download)
         except Exception as error:  # the library is missing, or raises one of its many errors
             reason = " ".join(str(error).split())[:200]
-            raise DataError(f"{model_id}: no such folder, and no model that the hub gives ({reason})") from None
+            raise DataError(f"{model_id}: no such folder, and the hub does not provide it ({reason})") from None
         return cls(folder, device)
 
 

@@ -21,11 +21,13 @@ from mmldlm.utils.intervals import Ratio, mean_of_draws, ratio_of_sums
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("mmldlm score", description="Bound the negative log-likelihood of each text.")
     add_run_options(parser)
-    parser.add_argument("texts", type=Path, metavar="FILE", help="a text a line, or .jsonl with `text`")
+    parser.add_argument("texts", type=Path, metavar="FILE", help="a text per line, or .jsonl with `text`")
     add_settings(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="OUT.jsonl", help="a line for each text")
     parser.add_argument(
-        "--latents", metavar="own|FILE.npy", help="given the texts' own latents by the encoder, or these; default: none"
+        "--latents",
+        metavar="own|FILE.npy",
+        help="score given the encoder's latents, or these; default: without",
     )
     parser.add_argument("--draws", type=int, default=16, help="noise times per text; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")

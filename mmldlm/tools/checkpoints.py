@@ -135,7 +135,7 @@ def merge_checkpoints(paths: Sequence[Path], shares: Sequence[float], weights: W
             ("standardization of latents", merged.store.manifest.latent, run.store.manifest.latent),
         ):
             if here != there:
-                raise DataError(f"{path}: expected the {what} of {paths[0]}, found others")
+                raise DataError(f"{path}: expected the same {what} as in {paths[0]}, found others")
         assert isinstance(run.model, nn.Module)
         for name, tensor in run.model.state_dict().items():
             sums[name] = sums.get(name, 0) + tensor.double() * (share / sum(shares))
@@ -189,7 +189,7 @@ def _print_diff(found: dict[str, Any]) -> None:
     tensors = found["tensors"]
     print(*map(printable, found["checkpoints"]), sep=" -> ")
     print(f"{found['equal']} tensors are equal, {len(tensors)} differ", end="")
-    print(f"; of the settings {len(found['config'])} differ, of the state {len(found['state'])} values")
+    print(f"; {len(found['config'])} settings and {len(found['state'])} values of the state differ")
     for key in ("config", "state"):
         for name, (before, after) in found[key].items():
             print(printable(f"{key} {name}: {short_repr(before)} -> {short_repr(after)}"))
@@ -217,8 +217,12 @@ def main(argv: list[str] | None = None) -> int:
     merge = commands.add_parser("merge", help="a bundle with the mean weights of several checkpoints of one network")
     merge.add_argument("checkpoints", type=Path, nargs="+", help="folders of checkpoints, runs or bundles")
     merge.add_argument("--out", type=Path, required=True, help="folder of the bundle, which must not exist")
-    merge.add_argument("--shares", type=float, nargs="+", metavar="S", help="share of each in the mean (equal)")
-    merge.add_argument("--weights", choices=list(WEIGHTS_LABELS), help="weights of checkpoints that have both")
+    merge.add_argument(
+        "--shares", type=float, nargs="+", metavar="S", help="weight of each in the mean (default: equal)"
+    )
+    merge.add_argument(
+        "--weights", choices=list(WEIGHTS_LABELS), help="which weights to take from checkpoints that have both"
+    )
     for command in (listing, diff):
         command.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
@@ -227,7 +231,9 @@ def main(argv: list[str] | None = None) -> int:
         if not 1 < len(shares) == len(options.checkpoints) or not all(0 < share < math.inf for share in shares):
             given = len(options.checkpoints)
             found = "one checkpoint" if given == 1 else f"{given} checkpoints and --shares {shares}"
-            raise UsageError(f"checkpoints merge: expected two or more, with a share above 0 of each, found {found}")
+            raise UsageError(
+                f"checkpoints merge: expected two checkpoints or more, each with a share above 0, found {found}"
+            )
         check_new(options.out)
         run = merge_checkpoints(options.checkpoints, shares, options.weights)
         save_bundle(replace(run, folder=options.out), options.out)  # without the first run's evaluation

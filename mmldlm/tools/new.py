@@ -15,7 +15,7 @@ FILES = Path(mmldlm.__file__).parent / "project"  # in a checkout, it has links 
 def main(argv: list[str] | None = None) -> int:
     """Run `mmldlm new` and return the exit code."""
     parser = argparse.ArgumentParser("mmldlm new", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder to write to, which may have other files")
+    parser.add_argument("folder", type=Path, help="folder to write to; it may have other files")
     folder: Path = parser.parse_args(argv).folder
     names = sorted(path.name for path in FILES.iterdir())
     taken = [name for name in names if (folder / name).exists()]

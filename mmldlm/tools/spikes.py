@@ -108,7 +108,7 @@ class StepParts:
         config, components = self.trainer.config, self.trainer.components
         relation = f"above limit {result.limit:.4g}"
         if not result.is_spike:
-            relation = f"no spike; the samples are those without which it is at most half, {result.limit:.4g}"
+            relation = f"no spike; without these samples it is at most half, {result.limit:.4g}"
         lines = [
             f"step {self.step + 1}: gradient norm {result.norm:.4g}, {relation}; {self.replays} replays of parts of "
             f"its {self.size.global_batch_size} samples"
@@ -153,7 +153,9 @@ def explain_main(argv: Sequence[str] | None = None) -> int:
         "mmldlm explain", description="Find the samples that caused a step's gradient norm, and show their texts."
     )
     parser.add_argument("arguments", nargs="+", metavar="RUN STEP | key.sub=value")
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where to compute, in a new folder")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="folder to compute in; a new folder is created there"
+    )
     options = parser.parse_intermixed_args(argv)
     places, overrides = split_arguments(options.arguments)
     if len(places) != 2 or not places[1].isdecimal():
@@ -173,10 +175,10 @@ def rewind_main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "mmldlm rewind",
         description="Go back to the newest checkpoint before a step. The run's usual command then continues from "
-        "there, without the named samples. The branch that it leaves stays.",
+        "there, without the named samples. The abandoned branch is kept.",
     )
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--before", type=int, required=True, metavar="STEP", help="first step that is left")
+    parser.add_argument("--before", type=int, required=True, metavar="STEP", help="first step to abandon")
     parser.add_argument(
         "--skip", nargs="+", default=[], metavar="SAMPLE", help="training samples to leave out, as STORE:INDEX"
     )
@@ -187,6 +189,6 @@ def rewind_main(argv: Sequence[str] | None = None) -> int:
     with RunLock(options.run):
         rewind = leave_branch(options.run, options.before, options.skip)
     without = f", without {', '.join(options.skip)}" if options.skip else ""
-    left = f"the branch that it leaves is in {options.run / rewind['branch']}"
+    left = f"the abandoned branch is in {options.run / rewind['branch']}"
     print(printable(f"{options.run}: the next start continues from step {rewind['step']}{without}; {left}"))
     return ExitCode.DONE

@@ -76,15 +76,15 @@ def unchecked(run: RecordedRun) -> Iterator[str]:
     """Yield what cannot be checked, because nothing in the run folder tells."""
     sessions = _sessions(run)
     if run.last_step != (total := sessions[-1][1].train.steps):
-        yield f"whether the run has gone on after step {run.last_step} of {total}"
+        yield f"whether the run continued after step {run.last_step} of {total}"
     for (*_, has_ended), (start, *_) in pairwise(sessions):
         if not has_ended:
-            yield f"which older checkpoints there were at step {start['step']}, where the run went on after no end"
+            yield f"which older checkpoints existed at step {start['step']}, where the run continued after a kill"
     yield from (f"the checkpoint of step {record['step']}, which has no record" for record in _unrecorded(run))
     if any(config.checkpoint.mirror for _, config, *_ in sessions):
-        yield "which checkpoints there must be, as some may be in checkpoint.mirror alone"
+        yield "which checkpoints must exist, since some may only be in checkpoint.mirror"
     if any(record["kind"] == "scalars" for record in run.records):
-        yield "records of kind scalars, which are of callbacks"
+        yield "records of kind scalars, which callbacks have written"
 
 
 def _check_config(run: RecordedRun) -> Iterator[str]:
@@ -106,14 +106,14 @@ def _check_end(run: RecordedRun) -> Iterator[str]:
     only_recorded = {"kind", "step", "time", "nonfinite", "total_steps", "samples", "resumed_from", "config"}
     changed = [key for key in sorted(report.keys() | start.keys() - only_recorded) if report.get(key) != start.get(key)]
     if changed:
-        yield f"startup.json: {', '.join(changed)}: expected what the record of the latest start has"
+        yield f"startup.json: {', '.join(changed)}: differs from the record of the latest start"
     last, end = run.records[-1], next(iter(read_exits(run.folder)), None)
     reason = last.get("stopped_by")
     code, cause = (ExitCode.STOPPED, f"stopped by {reason} after") if reason else (ExitCode.DONE, "finished")
     if end is None:
         # A rewind also releases the lock.
         if lock_was_released(run.folder) and not (run.folder / REWINDS_FILE).exists():
-            yield "exit.json: is missing, but the run has released its lock, expected the report of its end"
+            yield "exit.json: is missing, although the run has released its lock, so it has ended"
     elif not end.is_clean:
         return  # a later start may have failed before its first record
     elif last["kind"] != "end":
@@ -156,7 +156,7 @@ def _check_records(run: RecordedRun) -> Iterator[str]:
     for step, kind in sorted({*expected, *found}):
         before, after = expected.get((step, kind), []), found[step, kind]
         if before != after:
-            yield f"{kind} records of step {step}: expected {len(before)}, of {before} norms, found {after}"
+            yield f"{kind} records of step {step}: expected {len(before)} with {before} norms, found {after}"
     path = run.folder / SKIPS_FILE
     try:
         lines = [check_record(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
@@ -188,7 +188,7 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
     recorded: dict[int, str] = {}
     for start in run.starts:
         if start["step"] and not start.get("resumed_from"):
-            yield f"metrics.jsonl: the start after step {start['step']} is from no checkpoint"
+            yield f"metrics.jsonl: the start after step {start['step']} does not say from which checkpoint"
     for record in run.records:
         source: Record = record if record["kind"] == "checkpoint" else record.get("resumed_from") or {}
         if "sha256" not in source:
@@ -204,7 +204,7 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
             # A start may save the step that it begins with again.
             earlier = sum(start["step"] < step for start in run.starts)
             if earlier and all(changes):
-                yield f"{path}: the start that saved it has another {'; '.join(changes[earlier - 1])}"
+                yield f"{path}: differs from the record of the start that saved it in {'; '.join(changes[earlier - 1])}"
             if step not in (*recorded, *(record["step"] for record in _unrecorded(run))):
                 yield f"{path}: no record has this checkpoint; if the run was killed while it was saved, resume it"
             elif sha256(path / MANIFEST) != recorded.get(step, sha256(path / MANIFEST)):
@@ -216,7 +216,7 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
     yield from (f"checkpoint of step {step}: was due, but has no record" for step in sorted(due - recorded.keys()))
     set_aside = {int(match[1]) for path in run.folder.glob("checkpoints/*") if (match := _SET_ASIDE.match(path.name))}
     for step in sorted(kept - run.checkpoints.keys() - set_aside):
-        yield f"checkpoint of step {step}: is missing, expected by the settings checkpoint.keep_*"
+        yield f"checkpoint of step {step}: is missing, although the settings checkpoint.keep_* keep it"
 
 
 def _unrecorded(run: RecordedRun) -> list[Record]:
@@ -239,7 +239,7 @@ def foreign_files(path: Path) -> Iterator[str]:
     """Yield a line for each file in a checkpoint's folder that is not in its manifest."""
     known = {MANIFEST, *read_manifest(path).get("files", ())}
     names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
-    yield from (f"{path}: has the file {name}, which is not in its manifest" for name in names if name not in known)
+    yield from (f"{path}: has a file that is not in its manifest, {name}" for name in names if name not in known)
 
 
 def _expected_checkpoints(run: RecordedRun) -> tuple[set[int], set[int]]:
@@ -312,10 +312,12 @@ def recompute(
         largest = max((size for size, _ in differences), default=0.0)
         result = "bitwise the same" if is_exact else f"the same within {largest:.1e}"
         if problems:
-            result = f"NOT the same within {tolerance:g}, by rounding or a change" if tolerance else "NOT the same"
+            result = (
+                f"NOT the same within {tolerance:g}, because of rounding or a change" if tolerance else "NOT the same"
+            )
         for record in run.records:
             if begin < record["step"] <= stop and len(record.get("grad_norms", [])) > record["step"] - begin:
-                result += f"; not compared: means of the record of step {record['step']}, which has earlier steps, too"
+                result += f"; not compared: the record of step {record['step']}, whose means include earlier steps"
         yield f"steps {begin + 1} to {stop}: {result}", problems
 
 
@@ -392,8 +394,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="compute all steps again")
     parser.add_argument("--from", type=int, dest="first", metavar="STEP", help="compute again from this step on")
     parser.add_argument("--to", type=int, dest="last", metavar="STEP", help="compute again up to this step")
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where to compute, on a disk of all nodes")
-    parser.add_argument("--accelerate_config", metavar="FILE", help="config that selects the engine, with torchrun")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="folder to compute in, on a disk that all nodes share"
+    )
+    parser.add_argument(
+        "--accelerate_config", metavar="FILE", help="accelerate config that selects the engine under torchrun"
+    )
     return parser
 
 
@@ -430,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines.append(f"the run's code has the hash {', '.join(sorted(codes))}, this one {code_hash()}")
     lines += [f"not checked: {line}" for line in unchecked(recorded)]
     if recorded.damaged:
-        lines.append("no step is computed again: there are damaged records")
+        lines.append("no step was computed again, because records are damaged")
     elif is_recomputed:
         for line, differences in recompute(recorded, first, last, launch, options.scratch):
             lines.append(line)

@@ -97,7 +97,9 @@ class Arm:
         modes = [trained_modes(arm.settings["mode"], arm.settings["mode_schedule"]) for arm in (base, self)]
         if not all("l2t" in trained for trained in modes):
             changed = ", ".join(keys) or "the code"
-            raise ConfigError(f"{self.text}: expected --metric quality/..., found {metric}, which {changed} changes")
+            raise ConfigError(
+                f"{self.text}: expected --metric quality/..., since {changed} changes the meaning of {metric}"
+            )
         return BOUND
 
 
@@ -105,7 +107,7 @@ def _load(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     config = load_config(path, overrides)
     require_paths(config, "data.path", "run.dir")
     if config.resume != "auto":
-        raise ConfigError(f"resume: expected auto, by which each turn continues, found {config.resume}")
+        raise ConfigError(f"resume: expected auto, so that each turn continues the run, found {config.resume}")
     return _as_json(with_absolute_paths(config))
 
 

@@ -32,7 +32,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("base", nargs="?", metavar="BASE.yaml", help="config of the base; with --ledger by default its last one")
     add("arms", nargs="*", metavar="ARM", help="key=value,key=value, a config file, or git:REVISION")
-    add("--add", action="append", default=[], metavar="ARM", help="another arm, to continue a ledger with")
+    add("--add", action="append", default=[], metavar="ARM", help="another arm to continue a ledger with")
     add("--ledger", type=Path, metavar="FILE", help="ledger (RUN-race/experiments.jsonl by run.dir of the base)")
     add("--metric", help="metric of the decisions, of loss/, accuracy/, validation/ or quality/ (validation/text_l2t)")
     add("--risk", type=fraction, metavar="X%", help="probability that luck alone is kept, in all the ledger (5%%)")
@@ -45,7 +45,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="WORDS",
         help="launcher, such as 'accelerate launch --config_file FILE'; after ' -- ' options of mmldlm.train",
     )
-    add("--budget", type=float, default=math.inf, metavar="HOURS", help="stop after the turn in which they are over")
+    add(
+        "--budget",
+        type=float,
+        default=math.inf,
+        metavar="HOURS",
+        help="stop after the turn in which these hours are used up",
+    )
     options = parser.parse_args(argv)
     if options.base is None and options.ledger is None:
         raise UsageError("expected BASE.yaml, or --ledger with a ledger that has one")
@@ -59,11 +65,11 @@ def _open(options: argparse.Namespace, path: Path) -> tuple[Ledger, Arm]:
     ledger = Ledger(path)
     races = ledger.of_kind("race")
     if options.base is None and not races:
-        raise UsageError(f"--ledger: expected one that has a base, or BASE.yaml, found none in {path}")
+        raise UsageError(f"--ledger: expected a ledger with a base, or BASE.yaml, found no base in {path}")
     base = Arm.base(Path(races[-1]["base"] if options.base is None else options.base).absolute())
     same = ledger.of_kind("race", key=base.key)
     if options.base is None and not same:
-        raise ConfigError(f"{base.arguments[0]}: expected as in {path}, found other settings or code; name it")
+        raise ConfigError(f"{base.arguments[0]}: expected the settings and code of {path}, found others; name the base")
     for name, default in _OPTIONS.items():
         known = same or (races if name == "risk" else [])  # one risk covers the whole ledger
         value, given = known[-1][name] if known else default, getattr(options, name)
@@ -73,7 +79,7 @@ def _open(options: argparse.Namespace, path: Path) -> tuple[Ledger, Arm]:
     if options.metric.partition("/")[0] not in METRICS or not better_direction(options.metric):
         raise UsageError(f"--metric: expected one of {', '.join(METRICS)} with a better side, found {options.metric}")
     if options.seeds < 3 or not options.risk:
-        raise UsageError(f"expected --seeds 3 and a --risk above 0, at least, found {options.seeds} and {options.risk}")
+        raise UsageError(f"expected at least --seeds 3 and a --risk above 0, found {options.seeds} and {options.risk}")
     if not same:
         header = {"kind": "race", "base": base.arguments[0], "key": base.key}
         ledger.append([header | {name: getattr(options, name) for name in _OPTIONS}])

@@ -33,7 +33,9 @@ class Ledger:
                 self.lines[-1]["kind"]
             except (ValueError, TypeError, KeyError):
                 found = short_repr(line.decode(errors="replace"))
-                raise DataError(f"{path}: line {number}: expected one of `mmldlm race`, found {found}") from None
+                raise DataError(
+                    f"{path}: line {number}: expected a line that `mmldlm race` writes, found {found}"
+                ) from None
 
     def of_kind(self, kind: str, **values: Any) -> list[dict[str, Any]]:
         """Return the lines of a kind with the given values."""

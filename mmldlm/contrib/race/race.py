@@ -225,7 +225,7 @@ class Race:
         with stop_at_signals(CONTINUE):
             for first in range(0, len(waiting), self.jobs):
                 if time.monotonic() > self.deadline:
-                    raise StoppedBySignal(f"--budget: its hours are over; {CONTINUE}")
+                    raise StoppedBySignal(f"--budget: the hours are used up; {CONTINUE}")
                 processes: list[subprocess.Popen[bytes]] = []
                 try:
                     for place, run in enumerate(waiting[first : first + self.jobs]):

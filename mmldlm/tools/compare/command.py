@@ -159,7 +159,9 @@ def main(argv: list[str] | None = None) -> int:
     groups = group_runs(runs) if len(runs) > 2 else [RunGroup((run,)) for run in runs]
     is_over_seeds = any(len(group.runs) > 1 for group in groups)
     if not is_over_seeds and not options.loss.startswith(("loss/", "accuracy/")):
-        raise UsageError(f"--loss: one pair has intervals of loss/... and accuracy/... only, found {options.loss}")
+        raise UsageError(
+            f"--loss: for one pair, expected loss/... or accuracy/..., which have intervals, found {options.loss}"
+        )
     branches = read_branches(runs)
     first, *others = groups
     comparisons = [

@@ -21,7 +21,7 @@ _MEANINGS: dict[Decision, str] = {
     "lower": "B is below A",
     "higher": "B is above A",
     "equal": "B differs from A by less than {:g} %",
-    "open": "open whether B differs from A by {:g} %, and in which direction",
+    "open": "open, B may differ from A by {:g} % in either direction",
 }
 
 

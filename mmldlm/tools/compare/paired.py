@@ -136,7 +136,7 @@ def pairing(a: History, b: History) -> str:
         first, second = ([one[0], *(start for start in one if start.step <= begin)][-1] for one in starts)
         line = _pairing(first, second)
         if line.startswith("paired") and batches:  # after a different number of samples, the next samples differ, too
-            line = f"not paired because of another {', '.join(batches)} before"
+            line = f"not paired because {', '.join(batches)} differed before"
         batches += changed_settings(first.config, second.config, _BATCHES)
         if not lines or line != lines[-1][1]:
             lines.append((begin, line))
@@ -153,7 +153,7 @@ def pairing(a: History, b: History) -> str:
 def _pairing(a: Start, b: Start) -> str:
     """Say whether the steps after two starts are paired."""
     if not (a.config and b.config):
-        return "not known to be paired: a run has no readable config.yaml"
+        return "perhaps not paired: a run has no readable config.yaml"
     settings = []
     for config, report in ((a.config, a.report), (b.config, b.report)):
         if store := report.get("data_manifest"):

@@ -51,7 +51,7 @@ def _thresholds(assignments: Sequence[str]) -> Thresholds:
     for assignment in assignments:
         if assignment.partition("=")[0] not in known:
             raise UsageError(
-                f"--threshold {short_repr(assignment)}: expected KEY=VALUE, KEY being one of {', '.join(known)}"
+                f"--threshold {short_repr(assignment)}: expected KEY=VALUE, where KEY is one of {', '.join(known)}"
             )
         set_dotted(tree, assignment)
     return build(Thresholds, tree)
