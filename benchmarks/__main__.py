@@ -24,7 +24,7 @@ def usage() -> str:
 
 
 def run(argv: Sequence[str]) -> int | None:
-    """Run a benchmark, and return an exit code of `mmldlm`, or 1 if `--against` shows a regression."""
+    """Run a benchmark. Return an exit code of `mmldlm`, or 1 if `--against` shows a regression."""
     if list(argv) in (["-h"], ["--help"]):
         print(usage())
         return ExitCode.DONE

@@ -1,4 +1,4 @@
-"""Tables of questions that are answered: the commands that measured them are at commit b9e36f0e."""
+"""Tables of answered questions. The commands that measured them are at commit b9e36f0e."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.common.report import RESULTS, markdown, median_with_range
 from mmldlm.evaluation.likelihood import MAX_ORDERED_TOKENS, SHORT
 
-DECODINGS = ("greedy", "beam of 4", "nearest of 5 beams")  # of the reference decoder
+DECODINGS = ("greedy", "beam of 4", "nearest of 5 beams")  # how the reference decoder was decoded
 ROWS = {
     "bits per token, with the end or length": "bits_per_token_with_length",
     "the same of texts up to 64 tokens": f"bits_per_token_with_length{SHORT}",
@@ -25,10 +25,10 @@ ROWS = {
 
 
 def our_value(seed: Mapping[str, Any], metric: str) -> float | None:
-    """Return a metric of `ROWS` of a run of the learning gate; None if the gate has none.
+    """Return a metric of `ROWS` for a run of the learning gate, or None if the gate has none.
 
-    The bits are exact as the decoder's are, not the bound: of the tokens one by one in the order of decoding. The gate
-    has those of all texts where none is longer than `MAX_ORDERED_TOKENS`; otherwise the result has them under `runs`.
+    Like the decoder's bits, ours are exact, not the bound: we add up the tokens one by one in the order of decoding.
+    The gate has them for all texts if none is longer than `MAX_ORDERED_TOKENS`. Otherwise, they are in `runs`.
     """
     l2t, train_cpu_s = seed["metrics"]["l2t"], seed["train_cpu_s"]  # None if an earlier start was killed
     if metric == "train_cpu_minutes":
@@ -69,6 +69,6 @@ def search_blocks(result: Mapping[str, Any]) -> dict[str, str]:
         row = {f"{arm['texts']} held-out texts": name, "passes a text": f"{arm['passes_per_text']:.0f}"}
         row |= {"CPU ms": f"{arm['cpu_ms_per_text']:.0f}"}
         row |= {"exact matches": f"{arm['exact_match']:.3f} ({low:.3f} to {high:.3f})", "BLEU": f"{arm['bleu']:.1f}"}
-        cosine = arm["reencoded_cosine"]  # null if the encoder has a latent for none of the texts
+        cosine = arm["reencoded_cosine"]  # null if the encoder has no latent for any of the texts
         rows.append(row | {"cosine to the latent": "-" if cosine is None else f"{cosine:.3f}"})
     return {"search": markdown(rows)}

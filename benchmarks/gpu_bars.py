@@ -1,7 +1,7 @@
-"""Bars for the results of `scripts/gpu_check.sh`, in one table: for one H200, with a dense peak of 989 TFLOP/s.
+"""Bars for the results of `scripts/gpu_check.sh`, for one H200 with a dense peak of 989 TFLOP/s.
 
-`tests/benchmarks/test_gpu_results.py` holds the committed results against them. What has not been measured is neither
-passed nor failed. A bar that the committed result misses says why: it is a goal until a result passes it.
+`tests/benchmarks/test_gpu_results.py` compares the committed results with them. A number that was not measured neither
+passes nor fails. A bar that the committed result misses says why. It is a goal until a result passes it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from benchmarks.common.report import RESULTS
 
 Results = Mapping[str, Any]  # a result by stage
 FOLDER = RESULTS / "gpu"
-# Why bars are missed.
+# Reasons why bars are missed.
 HOST = "measured without CUDA graphs, where the host starts kernels more slowly than the GPU ends them"
 ROWS = "samples had 513 rows, for which attention has 25 tiles where 512 have 16"
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What a number must be.
+    """A requirement for a number.
 
     Attributes:
-        name: What is measured.
-        path: Keys of the number in the results, the stage first.
+        name: Name of the measured quantity.
+        path: Keys of the number in the results, beginning with the stage.
         at_least: The smallest value that passes.
         at_most: The largest value that passes.
-        stretch: What may be possible beyond that.
-        over: Keys of a number by which it is divided.
-        missed: Why the committed result misses the bar; empty if it passes.
+        stretch: A better value that may be possible.
+        over: Keys of another number to divide by.
+        missed: Why the committed result misses the bar. Empty if it passes.
     """
 
     name: str
@@ -45,19 +45,19 @@ class Bar:
     missed: str = ""
 
     def measured(self, results: Results) -> float | None:
-        """Return the number; None if it was not measured, NaN if its measurement failed."""
+        """Return the number, or None if it was not measured, or NaN if its measurement failed."""
         values = [_find(results, path) for path in (self.path, self.over) if path]
         if None in values:
             return None
         return values[0] / values[1] if self.over else values[0]  # type: ignore[operator]
 
     def passes(self, value: float) -> bool:
-        """Return whether `value` is within the bar; NaN is not."""
+        """Return whether `value` passes the bar. NaN does not."""
         return self.at_least <= value <= self.at_most
 
 
 def _find(results: Results, path: tuple[str, ...]) -> float | None:
-    """Return the number at `path`, None if nothing was measured there, NaN if that failed."""
+    """Return the number at `path`, or None if nothing was measured there, or NaN if that failed."""
     node: Any = results
     for key in path:
         if key not in node:
@@ -164,7 +164,7 @@ BARS = (
 )
 
 
-# What a step of 24 x 1024 should take of the GPU, ms, by adding up the trace that was measured and what a change saves.
+# Predicted GPU time (ms) of a step of 24 x 1024: the measured trace, minus the savings of each change.
 PREDICTED = {
     "CUDA graphs of forward, loss and backward": 110,
     "512 rows a sample in place of 513": 103,
@@ -177,7 +177,7 @@ PREDICTED = {
 
 
 def steps(results: Results) -> list[dict[str, str]]:
-    """Return the table of a step of 24 x 1024 as it was measured, and as it is predicted change by change."""
+    """Return the table of a step of 24 x 1024: as measured, and as predicted change by change."""
     keys = "with each change above it", "GPU, ms", "tokens/s", "of plain", "MFU", "measured on"
     speed = results["speed"]
     run, plain = speed["runs"]["24x1024-full-32-compiled"], speed["plain"]["compiled"]["tokens_per_s"]
@@ -202,7 +202,7 @@ def committed(folder: Path = FOLDER) -> dict[str, Any]:
 
 
 def rows(results: Results) -> list[dict[str, Any]]:
-    """Return the table of bars: the bar, the stretch goal, and what was measured."""
+    """Return the table of bars: each bar, its stretch goal, and the measured value."""
     table = []
     for bar in BARS:
         sign, limit = ("at least", bar.at_least) if bar.at_least > -math.inf else ("at most", bar.at_most)

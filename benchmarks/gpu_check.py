@@ -1,10 +1,10 @@
-"""Stages of `scripts/gpu_check.sh`: what only a GPU can show, each part with a time limit of its own.
+"""Stages of `scripts/gpu_check.sh`, which measure what only a GPU can show. Each part has its own time limit.
 
     python -m benchmarks.gpu_check STAGE --out FOLDER --stores FOLDER [--tiny]
 
-Writes FOLDER/STAGE.json after each part, so that what a time limit cuts off costs that part alone; parts that `graphs`
-and `best` take from other stages, into the files of those. `--tiny` shows on any machine that the stage runs; its
-result is never committed. The bars are in `gpu_bars.py`.
+Writes FOLDER/STAGE.json after each part, so that a time limit costs only the part that it cuts off. `graphs` and `best`
+take some parts from other stages, and write these into the files of the other stages. `--tiny` shows on any machine
+that a stage runs. Its result is never committed. The bars are in `gpu_bars.py`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ from mmldlm.distributed.launch import DDP
 from mmldlm.model.flops import peak_flops
 from mmldlm.utils.versions import outdated
 
-BUDGET_S, BUDGETS_S = 555.0, {"best": 700.0}  # of a stage, where a command may take 600, and of the longest one
+# Seconds of a stage, since a command may take 600, and of the longest stage.
+BUDGET_S, BUDGETS_S = 555.0, {"best": 700.0}
 STARTED = time.perf_counter()
-deadline = STARTED + BUDGET_S  # of the part that runs
+deadline = STARTED + BUDGET_S  # when the running part must end
 PROJECT, _, _ = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")
 DEPENDENCIES = [Requirement(line) for line in re.findall(r'(?m)^    "(.+>=.+?)"', PROJECT)]
 TRAIN = """
@@ -70,25 +71,25 @@ SMALL = (
     "precision=bf16", "model={depth: 4, width: 256, num_heads: 4}", "log={every: 1, tensorboard: false}", EAGER
 )  # fmt: skip
 LEFT_OUT = "left out: no time"
-TIMED_OUT = 124  # exit code of a command that outlasts its limit, as of timeout(1)
+TIMED_OUT = 124  # exit code of a command that outlasts its limit, like timeout(1)
 Result = dict[str, Any]
 Options = argparse.Namespace
-TRACED = (24, 25)  # first and last step of a trace
-MIN_RUN_S, MIN_PART_S = 60.0, 8.0  # a run or a part is left out if less is left of the stage
+TRACED = (24, 25)  # first and last traced step
+MIN_RUN_S, MIN_PART_S = 60.0, 8.0  # a run or a part is left out if the stage has fewer seconds left
 MAX_TRACE_BYTES = 15 * 2**20
 LADDER_VARIANTS = ("reference", "reference-1-flash", "trainer", "trainer-compiled")
 ENGINES = (DDP, "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
 SIZES = {"24x1024": (24, 1024), "12x768": (12, 768), "24x2048": (24, 2048)}  # blocks, width
-BUDGET_TOKENS = 32_768  # of a micro-batch of documents or sentences
+BUDGET_TOKENS = 32_768  # token budget of a micro-batch of documents or sentences
 
 
 def left() -> float:
-    """Return the seconds left of the part that runs."""
+    """Return the seconds that the running part has left."""
     return deadline - time.perf_counter()
 
 
 def run(command: Sequence[str], limit: float) -> tuple[int, str]:
-    """Return exit code and output of a command; 124 if it outlasts `limit` seconds or the stage."""
+    """Run a command. Return its output and exit code, which is 124 if it outlasts `limit` seconds or the stage."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
     try:
         done = subprocess.run(
@@ -108,7 +109,7 @@ def synchronize() -> None:
 
 
 def gpu_tests(_: Options) -> Result:
-    """The tests that need a GPU."""
+    """Run the tests that need a GPU."""
     files = [str(path) for path in sorted((ROOT / "tests").rglob("test_*.py")) if "mark.gpu" in path.read_text()]
     code, text = run(
         [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "-n", "4", *files], 240
@@ -119,14 +120,14 @@ def gpu_tests(_: Options) -> Result:
 def train(options: Options, *settings: str, engine: str = "", limit: float = 200, traces: str = "") -> Result:
     """Run a training in one process, and return its exit code, curve and numbers.
 
-    Without `engine`, and with checkpoints off, it does not save the last one either.
+    Without `engine` and with checkpoints off, it does not save at its end, either.
 
     Args:
         options: Options of the stage.
         settings: key.sub=value of the run config.
         engine: Name of a file in accelerate_configs/; by default no launcher.
-        limit: Seconds that it may take.
-        traces: Name under which its traces are copied to `options.out`.
+        limit: Seconds that the training may take.
+        traces: Name for the copies of its traces in `options.out`.
     """
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "run"
@@ -136,7 +137,7 @@ def train(options: Options, *settings: str, engine: str = "", limit: float = 200
             config.write_text("{}\n")
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", "-m", "mmldlm.train"]
             command += [str(config)]
-            if engine != DDP:  # which torchrun alone selects
+            if engine != DDP:  # only torchrun selects it
                 command += ["--accelerate_config", f"accelerate_configs/{engine}.yaml"]
         else:
             command += ["-c", TRAIN]
@@ -149,16 +150,16 @@ def train(options: Options, *settings: str, engine: str = "", limit: float = 200
 
 
 def train_in_turns(options: Options, runs: dict[str, tuple[str, ...]]) -> Result:
-    """Run trainings one after the other in one process, as long as there is time, and return the result of each."""
+    """Run trainings one after the other in one process, while there is time, and return each one's result."""
     with tempfile.TemporaryDirectory() as temporary:
         command, folders = [sys.executable, "-c", TRAIN], dict[str, Path]()
         for name, settings in runs.items():
-            folders[name] = Path(temporary) / name.split()[0]  # "NAME later" goes on in the folder of NAME
+            folders[name] = Path(temporary) / name.split()[0]  # "NAME later" continues in the folder of NAME
             command += ["--"] * (len(command) > 3) + [f"run.dir={folders[name]}", *settings]
         code, text = run(command, left() - 5)
         ended = {name for name, folder in folders.items() if (folder / "exit.json").exists()}
         good = {name for name in ended if not json.loads((folders[name] / "exit.json").read_text())["code"]}
-        cut = [name for name in runs if code == TIMED_OUT and name not in ended]  # the others failed before they began
+        cut = [name for name in runs if code == TIMED_OUT and name not in ended]  # later runs did not begin
         results: Result = {
             name: trained(options, folders[name], settings, int(name not in good), text)
             for name, settings in runs.items()
@@ -177,9 +178,9 @@ def trained(options: Options, folder: Path, settings: Sequence[str], code: int, 
 
 
 def _numbers(records: Sequence[Result]) -> Result:
-    """Return the curve of a run, and the numbers of its last full record."""
+    """Return a run's curve, and the numbers of its last full record."""
     steps = [record for record in records if "loss/total" in record]
-    last = steps[-2 if len(steps) > 1 else -1]  # the last one may be of few steps, and of traced ones
+    last = steps[-2 if len(steps) > 1 else -1]  # the last record may cover few steps, or traced ones
     numbers: Result = {"curve": [(record["step"], record["loss/total"]) for record in steps]}
     names = {"step_s": "speed/step_s", "tokens_per_s": "speed/tokens_per_s", "mfu": "speed/mfu"}
     numbers |= {name: last[key] for name, key in names.items() if key in last}
@@ -197,7 +198,7 @@ def _numbers(records: Sequence[Result]) -> Result:
 
 
 def data(options: Options, kind: Kind) -> str:
-    """Return the setting of a store, which is written unless `prepare` has."""
+    """Return the setting for a store, and write the store unless `prepare` has done so."""
     return f"data.path={SHAPES['tiny' if options.tiny else 'gpu'].store(options.stores, kind).resolve()}"
 
 
@@ -216,7 +217,7 @@ QUIET = ("precision=bf16", "validation.every=0", "checkpoint.every_steps=0", "lo
 
 
 def engines(options: Options, names: Sequence[str] = ENGINES, with_graphs: Sequence[str] = ()) -> Result:
-    """One process without a launcher and under each engine, with validation and a checkpoint: equal curves."""
+    """Compare curves of one process without a launcher and under each engine, with validation and a checkpoint."""
     settings = (
         *SMALL,
         "train={steps: 8, global_batch_size: 16, micro_batch_size: 8}",
@@ -234,12 +235,12 @@ def engines(options: Options, names: Sequence[str] = ENGINES, with_graphs: Seque
 
 
 def worst(differences: Iterable[float]) -> float:
-    """Return the largest difference; NaN if one is."""
+    """Return the largest difference, or NaN if one of them is NaN."""
     return max(differences, key=lambda difference: math.inf if math.isnan(difference) else difference)
 
 
 def compared(runs: dict[str, Result], bases: dict[str, str]) -> Result:
-    """Return runs, how many failed, and how far each curve is from that of its base, at most and relatively."""
+    """Return the runs, how many failed, and each curve's largest relative difference from its base's curve."""
     differences = {}
     for name, base in bases.items():
         losses, others = (dict(runs.get(each, {}).get("curve", ())) for each in (name, base))
@@ -254,13 +255,13 @@ def compared(runs: dict[str, Result], bases: dict[str, str]) -> Result:
 
 
 def graphs(value: str) -> tuple[str, ...]:
-    """Return the setting of CUDA graphs, which a CPU has not."""
+    """Return the setting for CUDA graphs, which do not exist on a CPU."""
     return (f"compile.graphs={value}",) if device().type == "cuda" else ()
 
 
 def curves(options: Options) -> Result:
-    """Replayed steps against others: curves, with recomputation, validations, checkpoints and a resume between."""
-    # Enough samples in a micro-batch that few of their sizes differ: most are replayed.
+    """Compare curves with and without replayed steps, with recomputation, validations, checkpoints and a resume."""
+    # A micro-batch has so many samples that few sizes occur, and most steps are replayed.
     samples, tokens, steps = (24, 300, 6) if options.tiny else (96, 10_240, 20)
     shared = (*SMALL, "schedule.lr=constant", "optim.warmup_steps=3", "validation={every: 4, samples: 32}")
     shared += (f"checkpoint.every_steps={steps // 2}", data(options, "documents"))
@@ -276,7 +277,7 @@ def curves(options: Options) -> Result:
 
 
 def launched(options: Options) -> Result:
-    """DDP with graphs and FSDP2 over NCCL in one process."""
+    """Run DDP with graphs, and FSDP2, over NCCL in one process."""
     return engines(options, (DDP, "fsdp2"), graphs("on"))
 
 
@@ -284,7 +285,7 @@ def launched(options: Options) -> Result:
 
 
 class Plain(torch.nn.Module):
-    """What plain PyTorch gives at a width and depth: pre-norm blocks, SwiGLU, no conditioning, no second stream."""
+    """A plain PyTorch network for comparison: pre-norm blocks and SwiGLU, without conditioning and second stream."""
 
     def __init__(self, depth: int, width: int, heads: int, vocab: int):
         super().__init__()
@@ -312,7 +313,7 @@ class Plain(torch.nn.Module):
 
 
 def plain(options: Options) -> Result:
-    """Speed of `Plain`, compiled, with as many rows as ours and half of its tokens in the loss."""
+    """Measure the speed of `Plain`, compiled, with as many rows as our network and half of its tokens in the loss."""
     shape = SHAPES["tiny" if options.tiny else "gpu"]
     rows, batch, steps = shape.positions, *((2, 3) if options.tiny else (32, 30))
     torch.manual_seed(0)
@@ -332,7 +333,7 @@ def plain(options: Options) -> Result:
     synchronize()
     seconds = (time.perf_counter() - start) / steps
     matrices = sum(parameter.numel() for parameter in network.layers.parameters())
-    # Products with all matrices, logits of half of the tokens, attention.
+    # Count products with all matrices, logits of half of the tokens, and attention.
     flops = 6 * matrices + 3 * shape.width * (shape.vocab_size + 4 * rows * shape.depth)
     speed = tokens.numel() / seconds
     peak = peak_flops(torch.cuda.get_device_name() if torch.cuda.is_available() else "", "bf16")
@@ -340,7 +341,7 @@ def plain(options: Options) -> Result:
 
 
 def runs(options: Options) -> Result:
-    """Real runs, those with a bar first: size, kind of samples, samples of a step, mode.
+    """Measure real runs by size, kind of samples, samples of a step and mode. Runs with a bar come first.
 
     Documents and sentences come in micro-batches of up to `BUDGET_TOKENS`, full samples in one micro-batch.
     """
@@ -367,12 +368,12 @@ def runs(options: Options) -> Result:
 
 
 def compiled(options: Options) -> Result:
-    """Trace of the compiled network: kernels of a step, and the share of an untraced step in which any runs."""
+    """Trace the compiled network: count a step's kernels, and how much of an untraced step they fill."""
     settings = model(options, "24x1024"), steps_of(options, TRACED[1], 32), *QUIET, COMPILED, data(options, "full")
     result = train(options, f"profile.steps=[{TRACED[0]}, {TRACED[1]}]", *settings, traces="compiled")
     trace = options.out / "compiled-trace.json.gz"
     if trace.exists():
-        # Tracing makes steps longer, but not kernels: the step's time is from the record before.
+        # Tracing makes steps longer, but not kernels. So take the step's time from the record before.
         if table := kernel_table(trace):
             result |= table | {"busy": table["busy_s"] / result["step_s"]}
         if trace.stat().st_size > MAX_TRACE_BYTES:
@@ -381,7 +382,7 @@ def compiled(options: Options) -> Result:
 
 
 def kernel_table(trace: Path) -> Result:
-    """Return kernels, the seconds in which any runs, launches of graphs and the largest gaps of a trace's step."""
+    """Return the kernels of a traced step, the seconds in which any runs, graph launches, and the largest gaps."""
     steps = TRACED[1] - TRACED[0] + 1
     with gzip.open(trace, "rt") as file:
         events = json.load(file)["traceEvents"]
@@ -410,7 +411,7 @@ def kernel_table(trace: Path) -> Result:
 
 
 def saving(options: Options) -> Result:
-    """Stalls of checkpoints while a network of 386M parameters trains, each after the one before was written."""
+    """Measure stalls by checkpoints while a network of 386M parameters trains. Saves do not overlap."""
     checkpoints = (*QUIET, EAGER, f"checkpoint.every_steps={8 if options.tiny else 40}")
     size, steps = model(options, "24x1024"), steps_of(options, 120, 16)
     return train(options, size, steps, *checkpoints, data(options, "documents"))
@@ -420,7 +421,7 @@ def saving(options: Options) -> Result:
 
 
 def ladder(options: Options) -> Result:
-    """Our trainer against mmdit."""
+    """Compare our trainer with mmdit."""
     shape, batch = ("tiny", "4") if options.tiny else ("gpu", "16")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "benchmarks", "step", "--variants", *LADDER_VARIANTS]
@@ -436,7 +437,7 @@ def ladder(options: Options) -> Result:
 
 
 def memory(options: Options) -> Result:
-    """Estimates of memory against what was allocated."""
+    """Compare estimates of memory with the allocated memory."""
     store = SHAPES["tiny" if options.tiny else "gpu"].store(options.stores, "documents")
     settings = {"256 x 4, one step": SETTINGS["256 x 4, one step"]} if options.tiny else GPU_SETTINGS
     table: Result = {"settings": {}}
@@ -462,12 +463,12 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "state": (memory,),
     "graphs": (attention, replay, curves, blocks, launched),
 }
-# `best` is for a machine that is there once: the most valuable parts of all stages.
+# `best` has the most valuable parts of all stages, for a machine that we get only once.
 STAGES: dict[str, tuple[Part, ...]] = PARTS | {
     "graphs": (attention, replay, curves, plain, runs, compiled, blocks, launched),
     "best": (attention, replay, curves, plain, runs, compiled, gpu_tests, memory, blocks, launched),
 }
-LIMITS_S = {  # of the parts of these two
+LIMITS_S = {  # limits for the parts of these two stages
     "attention": 20, "replay": 10, "curves": 90, "plain": 50, "runs": 200, "compiled": 80, "gpu_tests": 150,
     "memory": 70, "blocks": 60, "launched": 40,
 }  # fmt: skip
@@ -486,7 +487,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     seconds = float(os.environ.get("GPU_CHECK_SECONDS") or BUDGETS_S.get(options.stage, BUDGET_S))
     now, results, failed = circumstances(device()), dict[str, Result](), False
-    for problem in outdated(DEPENDENCIES):  # a checkout that is not installed does not look
+    for problem in outdated(DEPENDENCIES):  # a checkout that is not installed skips this check
         print_status(f"too old, which what follows may show: {problem}")
         now.setdefault("outdated", []).append(problem)
     for part in STAGES[options.stage]:
@@ -506,12 +507,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             results[home] = json.loads(before.read_text(encoding="utf-8")) if keeps else {}
             results[home] |= {"stage": home, "tiny": options.tiny, **now}
         try:
-            # A number that is not finite becomes its name, which is JSON and passes no bar.
+            # A non-finite number becomes its name, e.g. "nan". That is valid JSON and passes no bar.
             results[home][name] = json.loads(json.dumps(part(options)), parse_constant=str)
-        except Exception as error:  # the other parts are worth having
+        except Exception as error:  # go on, as the other parts are still worth having
             results[home][name], failed = {"error": f"{type(error).__name__}: {error}"[:500]}, True
         gc.collect()
-        torch.cuda.empty_cache()  # what the part held would be missing to the processes of the next one
+        torch.cuda.empty_cache()  # free the part's memory for the processes of the next part
         print_status(f"{name}: {time.perf_counter() - start:.0f} s")
         write_json(results[home], options.out, home)
     print(json.dumps(results)[:9000])

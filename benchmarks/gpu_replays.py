@@ -1,4 +1,4 @@
-"""Parts of `scripts/gpu_check.sh graphs` without a training: the GPU alone, by replays, and whether they are right."""
+"""Parts of `scripts/gpu_check.sh graphs` without a training: time the GPU alone by replays, and check the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_GPU: Result = {"left out": "needs a GPU"}
 
 
 def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-    """Return a graph of what `work` starts on the GPU, after three calls that warm up."""
+    """Capture the GPU work of `work` in a graph, after three calls to warm up."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -35,7 +35,7 @@ def captured(work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def milliseconds(work: Callable[[], Any], repeats: int = 20) -> float:
-    """Return the GPU's time of a call; on a CPU, which shows only that it works, the time of one."""
+    """Return the GPU time (ms) of a call. On a CPU, time a single call, just to show that it works."""
     if device().type != "cuda":
         began = time.perf_counter()
         work()
@@ -51,7 +51,7 @@ def milliseconds(work: Callable[[], Any], repeats: int = 20) -> float:
 
 
 def flash(lengths: Sequence[int]) -> tuple[Tensor, Callable[[], Tensor], Callable[[], list[Tensor]]]:
-    """Return offsets of samples with these rows, their attention (16 heads of 64 channels), and that with gradients."""
+    """Return sample offsets for these rows, and functions for attention (16 heads of 64) without and with gradients."""
     from torch.nn.attention.varlen import varlen_attn
 
     make, offsets, longest = torch.Generator("cuda").manual_seed(0), offsets_of(lengths), max(lengths)
@@ -73,13 +73,13 @@ def offsets_of(lengths: Sequence[int]) -> Tensor:
 
 
 def largest_difference(values: Sequence[Tensor], others: Sequence[Tensor]) -> float:
-    """Return the largest of the tensors' relative differences; 9 if one is not finite."""
+    """Return the largest of the tensors' relative differences, or 9 if one is not finite."""
     differences = ((a.float() - b.float()).norm() / b.float().norm() for a, b in zip(values, others, strict=True))
     return max(float(each.nan_to_num(9.0)) for each in differences)
 
 
 def attention(_: Any) -> Result:
-    """Attention alone, by rows of a sample (511 tokens and a latent, 512 and a latent ...) and installed kernel."""
+    """Time attention alone, by rows of a sample (e.g. 511 tokens and a latent) and installed kernel."""
     if device().type != "cuda":
         return NO_GPU
     table: Result = {}
@@ -92,7 +92,7 @@ def attention(_: Any) -> Result:
                     impls.activate_flash_attention_impl(name)
                 row = {"difference": largest_difference(both(), values), "forward_ms": milliseconds(forward)}
                 table[f"{name}, {length} rows"] = {**row, "both_ms": milliseconds(both)}
-            except Exception as error:  # not installed, or not for this GPU
+            except Exception as error:  # the kernel is not installed, or not for this GPU
                 table[name] = f"{type(error).__name__}: {error}"[:300]
             finally:
                 if name != "FA2":
@@ -101,7 +101,7 @@ def attention(_: Any) -> Result:
 
 
 def replay(_: Any) -> Result:
-    """A captured attention whose offsets change after the capture, to samples without rows too: as without a graph."""
+    """Check that captured attention follows offsets that change after the capture, also for samples without rows."""
     if device().type != "cuda":
         return NO_GPU
     (offsets, _forward, both), outputs, table = flash([512] * 32), list[Tensor](), Result()
@@ -121,12 +121,12 @@ def replay(_: Any) -> Result:
 
 
 def blocks(options: Any) -> Result:
-    """A block, and what is outside of the blocks, forward and backward, from networks of two depths; by switch."""
+    """Time a block, and everything outside of the blocks, forward and backward, from networks of two depths."""
     shape, on = SHAPES["tiny" if options.tiny else "gpu"], device()
     samples, length, is_gpu, table = 2 if options.tiny else 32, shape.positions - 1, on.type == "cuda", Result()
     tokens, latents = torch.zeros(samples * length).long().to(on), torch.randn(samples, 1, 64).to(on)
     times, layout = torch.rand(samples).to(on), PackedLayout((length,) * samples, 1, on)
-    positions = torch.arange(0, len(tokens), 2).to(on)  # as targets, they are as good as other tokens
+    positions = torch.arange(0, len(tokens), 2).to(on)  # any tokens will do as targets
 
     def step_ms(depth: int, compiled: bool) -> float:
         sizes = DataShape(shape.vocab_size, 1, 0, length, 1, 64)

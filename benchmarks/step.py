@@ -1,9 +1,9 @@
-"""Steps of the trainer against those of the reference.
+"""Compare steps of the trainer with steps of the reference.
 
     python -m benchmarks step [--shape proportional] [--data documents] [--precision fp32] [--variants NAME ...]
 
-Prints a table, and writes OUT/step-SHAPE-DATA-PRECISION-DEVICE.json. All variants train on the same samples
-with the same noise, in turns; memory is measured in processes of their own. benchmarks/README.md says how to read it.
+Prints a table, and writes OUT/step-SHAPE-DATA-PRECISION-DEVICE.json. All variants train in turns, on the same samples
+with the same noise. Memory is measured in separate processes. benchmarks/README.md says how to read the result.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ from mmldlm.model.flops import peak_flops
 
 QUICK = ("reference", "trainer")
 MEMORY_KEYS = ("middle_step_memory_mib", "step_memory_mib")
-WORSE = 0.10  # share of the speed that may be lost against an earlier result
+WORSE = 0.10  # largest share of the speed that may be lost compared with an earlier result
 MORE_IS_WORSE = {"operators": True, "kernels": True, "host_syncs": True, "logit_rows": True, "fill": False}
-SAME = ("shape", "data", "precision", "batches", "task", "positions", "vocab_size")  # for results to be comparable
+# Results are comparable if these are equal.
+SAME = ("shape", "data", "precision", "batches", "task", "positions", "vocab_size")
 
 Values = dict[str, Any]
 
@@ -141,7 +142,7 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
     values: dict[str, Values] = {variant.name: {"about": variant.about} for variant in selected}
     if options.memory_of:
         copy_memory(options.memory_of, task, values)
-    elif not options.no_memory:  # first, while this process holds none of the GPU's memory
+    elif not options.no_memory:  # do this first, while this process holds no GPU memory
         measure_memory(task, values)
     fitting = [variant for variant in selected if "error" not in values[variant.name]]
     if not fitting:
@@ -193,7 +194,7 @@ def copy_memory(path: Path, task: Task, values: dict[str, Values]) -> None:
     """Take the memory of steps from an earlier result.
 
     Raises:
-        UsageError: That result is of another task.
+        UsageError: That result has another task.
     """
     earlier = read_result(path, "--memory-of")
     if earlier["what"]["task"] != task.to_json():
@@ -213,14 +214,14 @@ def measure_steps(
     options: argparse.Namespace,
     values: dict[str, Values],
 ) -> Comparison:
-    """Compare speeds; add the parts of a step and the counts to `values`."""
+    """Compare speeds. Add the parts of a step and the counts to `values`."""
     every = task.config().log.every
     with tempfile.TemporaryDirectory() as folder:
         openers = {each.name: partial(opened, each, task, rows, Path(folder) / each.name) for each in fitting}
         print_status(f"opening {', '.join(openers)}")
         with open_runs(openers) as runs:
             print_status("warming up")
-            # Every micro-batch twice, so that allocators know their sizes.
+            # Take every micro-batch twice, so that allocators know the sizes.
             next_step = math.ceil(2 * len(rows) / every) * every
             warm_up(runs, next_step)
             for name in (variant.name for variant in fitting if variant.is_compiled):
@@ -243,14 +244,14 @@ def _num_parameters(run: Open) -> int:
 
 
 def count(run: LocalRun | ProcessRun, variant: Variant, first: int, steps: int, vocab_size: int) -> Values:
-    """Count over `steps` steps from `first`. Call it last, since compiled code no longer runs after it."""
+    """Count over `steps` steps from `first`. Call this last, since compiled code no longer runs afterwards."""
     kind, numbers = device().type, range(first, first + steps)
     of_gpu = {}
     if kind == "cuda":
         of_gpu["kernels"], of_gpu["gpu_busy_s"] = run.call(kernels_of, numbers)
     counts = asdict(run.call(counts_of, numbers, vocab_size, kind)) | of_gpu
     if variant.is_compiled:
-        del counts["operators"]  # which are those of the uncompiled step
+        del counts["operators"]  # they would be the operators of the uncompiled step
     return {"parameters": run.call(_num_parameters), "counts": counts}
 
 
@@ -258,10 +259,10 @@ def count(run: LocalRun | ProcessRun, variant: Variant, first: int, steps: int, 
 
 
 def read_result(path: Path, option: str) -> Values:
-    """Read a result of this benchmark; errors name the option that gave the path.
+    """Read a result of this benchmark. Errors name the option that gave the path.
 
     Raises:
-        DataError: It cannot be read, or is no such result.
+        DataError: The file cannot be read, or is no such result.
     """
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
@@ -273,12 +274,12 @@ def read_result(path: Path, option: str) -> Values:
 
 
 def regressions(earlier: Values, now: Values) -> list[str]:
-    """Return a line for each speed that is lower beyond `WORSE` and both intervals, and for each count that is worse.
+    """Return a line for each count that is worse, and for each speed that fell by more than `WORSE` and both intervals.
 
-    Speeds are compared if both results can be trusted and have the same base.
+    Speeds are only compared if both results can be trusted and have the same base.
 
     Raises:
-        DataError: The results are of different tasks.
+        DataError: The results have different tasks.
     """
     before, after = earlier["what"], now["what"]
     for key in SAME:
@@ -325,7 +326,7 @@ def table(result: Values) -> str:
         f"{result['useful_flops_per_step'] / 1e9:,.1f} useful GFLOP per step. "
         f"{result['base']} against itself: {control['median']:.3f} [{control['low']:.3f}, {control['high']:.3f}].",
     ]
-    if steadiness := result.get("steadiness"):  # which early results do not have
+    if steadiness := result.get("steadiness"):  # early results lack it
         lines.append(
             f"{steadiness['repeated']} of {steadiness['turns']} turns were repeated; {steadiness['disturbed']} stayed "
             f"disturbed, the machine at {steadiness['slowest']:.2f} of its best."
@@ -363,7 +364,7 @@ def table(result: Values) -> str:
 
 
 def _memory_cells(row: Mapping[str, Any], base: Mapping[str, Any], key: str) -> tuple[str, str]:
-    """Return MiB, and their ratio to the base's."""
+    """Return the memory in MiB, and its ratio to the base's memory."""
     if key not in row:
         return "", ""
     return f"{row[key]:,.0f}", f"{row[key] / base[key]:.2f}"

@@ -1,4 +1,4 @@
-"""Entry point of `mmldlm COMMAND ...`; the module of a command is imported only when it is called."""
+"""Entry point of `mmldlm COMMAND ...`. A command's module is imported only when the command is called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mmldlm.utils.malloc import configure_cuda_allocator
 from mmldlm.utils.process import start_process
 from mmldlm.utils.versions import check_versions
 
-GROUPS = {  # of each command: the module, with its function unless that is `main`, and what it does
+GROUPS = {  # commands by group: the module, with the function unless it is `main`, and a description
     "Data": {
         "prepare": ("mmldlm.prepare.pipeline", "raw text to a data store"),
         "data": ("mmldlm.data.inspect", "inspect or verify a data store"),
@@ -44,16 +44,16 @@ GROUPS = {  # of each command: the module, with its function unless that is `mai
     },
 }
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
-# Use torch's devices.
+# Commands that compute on torch's devices.
 COMPUTE_COMMANDS = ("train", "sample", "score", "evaluate", "verify", "explain")
-# Go on without a terminal, as the others do with --out: what they make is not what they print.
+# Commands that continue if the terminal is closed, because their result is a file. Others do so only with --out.
 MAKERS = ("prepare", "convert", "train", "evaluate", "export", "race")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit code.
 
-    By default, the arguments are those of the process, which the command may then end by signal or `os._exit`.
+    Without `argv`, take the arguments of the process. The command may then end the process by a signal or `os._exit`.
     """
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or arguments[0] in ("-h", "--help", "--version"):
@@ -83,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         if argv is not None or outlives_terminal:
             raise
-        # A reader such as `head` has closed the pipe: end as other programs do.
+        # A reader, e.g. `head`, has closed the pipe. End by SIGPIPE, as other programs do.
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGPIPE)
     if argv is None and name in ("train", "evaluate", "sample", "score"):

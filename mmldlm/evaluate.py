@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if __package__ in (None, ""):  # started as a script path, as the deepspeed launcher does
+if __package__ in (None, ""):  # started by the path of the script, as the deepspeed launcher does it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 if __name__ == "__main__":  # before the imports below import torch
@@ -44,7 +44,7 @@ from mmldlm.utils.printable import printable
 from mmldlm.utils.process import stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, Progress
 
-# The run, config and modes, and the file of sentence pairs: the first arguments of `evaluate`.
+# The first arguments of `evaluate`: the run, the config, the modes, and the file of sentence pairs.
 Inputs = tuple[LoadedRun, EvaluationConfig, Sequence[Mode], Path | None]
 
 
@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
     """Evaluate as the command line says and return the exit code.
 
-    `interval` is in seconds between progress lines if stderr is not a terminal.
+    If stderr is not a terminal, a progress line is printed every `interval` seconds.
     """
     parser = _parser()
     refuse_removed("evaluate", sys.argv[1:] if argv is None else argv)
@@ -104,7 +104,7 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
             parser.error(f"--{name}: expected at least {minimum}, found {getattr(options, name)}")
     config = EvaluationConfig(options.split, options.samples, options.texts, options.times, options.seed, options.batch)
     if options.out is None and (options.run / BUNDLE_CONFIG).is_file():
-        parser.error("--out: expected a folder for the results, since those of a bundle are part of it")
+        parser.error("--out: expected a folder for the results, since a bundle must not change")
     with (
         stop_at_signals("nothing was written"),
         process_group(run_config(options.run).distributed, read_launcher_env(os.environ)) as processes,
@@ -124,7 +124,7 @@ def _load(options: argparse.Namespace, config: EvaluationConfig, processes: Coll
     for option, mode, value in (("--search", "l2t", options.search), ("--sts", "t2l", options.sts)):
         if value and mode not in modes:
             found = ",".join(modes)
-            raise UsageError(f"{option}: is of mode {mode}, expected it among those to measure, found {found}")
+            raise UsageError(f"{option}: belongs to mode {mode}, expected it among the measured modes, found {found}")
     return loaded, config, modes, options.sts
 
 
@@ -147,7 +147,7 @@ def _evaluate(options: argparse.Namespace, inputs: Inputs, processes: Collective
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command and return its exit code; user errors are printed as one line."""
+    """Run the command and return its exit code. A user's error is printed as one line."""
     return run_command(lambda: run(argv))
 
 

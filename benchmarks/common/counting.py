@@ -1,6 +1,6 @@
-"""Measurements of single steps: the seconds of their parts, and what can be counted without jitter.
+"""Measure single steps: the seconds of their parts, and counts that have no jitter.
 
-Operators, kernels, waits for the device, rows of logits, fill and FLOPs are counted.
+We count operators, kernels, waits for the device, rows of logits, fill and FLOPs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mmldlm.diffusion.noise import draw_noise, mode_weights_at
 from mmldlm.model.flops import ModelFlops
 from mmldlm.run.factory import build_meta_model, build_objective
 
-METHODS = {  # parts of a step, by methods of the trainer
+METHODS = {  # part of the step, by method of the trainer
     "corrupt": "corrupt, transfer",
     "sync": "corrupt, transfer",
     "accumulate": "corrupt, transfer",
@@ -69,7 +69,7 @@ def watched(run: Open, around: Callable[[str], AbstractContextManager[None]]) ->
 
 
 def parts_of(run: Open, steps: range) -> dict[str, float]:
-    """Return the mean seconds of a step's parts. A GPU is synchronized around each, so their sum is longer."""
+    """Return the mean seconds of a step's parts. A GPU is synchronized around each part, so their sum is longer."""
     seconds: dict[str, list[float]] = defaultdict(list)
 
     @contextmanager
@@ -97,13 +97,13 @@ class Counts:
     operators: float
     host_syncs: float
     logit_rows: float  # in the forward pass
-    fill: float  # real tokens over the token positions that are computed
+    fill: float  # real tokens divided by computed token positions
 
 
 class _Counter(TorchDispatchMode):
     """Counts dispatched operators.
 
-    Without a GPU, all tensors but those `on_host` count as the device's once the batch is ready.
+    Without a GPU, all tensors except `on_host` count as the device's tensors once the batch is ready.
     """
 
     def __init__(self, vocab_size: int, device_type: str, on_host: Iterable[Tensor]):
@@ -138,7 +138,7 @@ class _Counter(TorchDispatchMode):
         if packet is _ATEN._to_copy:
             if kwargs.get("non_blocking"):
                 return False
-            # Autocast names the device even where it changes only the type.
+            # Autocast names the device even if it only changes the type.
             changes_type = self.device_type == "cpu" and kwargs.get("dtype", args[0].dtype) != args[0].dtype
             return "device" in kwargs and torch.device(kwargs["device"]).type == "cpu" and not changes_type
         if packet in (_ATEN.index, _ATEN.index_put, _ATEN.index_put_):
@@ -147,7 +147,7 @@ class _Counter(TorchDispatchMode):
 
 
 def counts_of(run: Open, steps: range, vocab_size: int, device_type: str) -> Counts:
-    """Count over `steps`, after one step in which the optimizer makes its state."""
+    """Count over `steps`, after one step in which the optimizer creates its state."""
     run.step(steps[0])
     run.defer_fetch()  # as on a GPU: on a CPU reading costs nothing, and the trainer reads each step
     counter, real = _Counter(vocab_size, device_type, _step_counts(run.optimizer)), 0
@@ -168,13 +168,13 @@ def counts_of(run: Open, steps: range, vocab_size: int, device_type: str) -> Cou
 
 
 def _step_counts(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return the tensors that PyTorch's optimizer holds on the host and reads there, unless it is fused."""
+    """Return the optimizer's tensors that stay on the host, where PyTorch reads them. A fused optimizer has none."""
     fused = any(group.get("fused") for group in optimizer.param_groups)
     return [] if fused else [state["step"] for state in optimizer.state.values() if "step" in state]
 
 
 def kernels_of(run: Open, steps: range) -> tuple[float, float]:
-    """Return means per step: kernels that start on the GPU, without copies and fills, and seconds in which any runs."""
+    """Return means per step: the number of GPU kernels without copies and fills, and the seconds in which any runs."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
@@ -187,7 +187,7 @@ def kernels_of(run: Open, steps: range) -> tuple[float, float]:
 
 
 def is_kernel(event: FunctionEvent) -> bool:
-    """Return whether the event is the GPU's, and neither a copy, nor a fill, nor a named region of the program."""
+    """Return whether the event is a kernel on the GPU, and no copy, fill or named region of the program."""
     on_gpu = event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
     return on_gpu and not event.name.startswith(("Memcpy", "Memset", "mmldlm"))
 
@@ -204,7 +204,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 def compiled_regions_of(run: Open, step: int) -> int:
     """Return how many compiled regions a step enters.
 
-    Call it before `counts_of`: PyTorch runs no compiled code under such a counter, nor from then on.
+    Call this before `counts_of`: PyTorch runs no compiled code under its counter, nor afterwards.
     """
     with torch.autograd.profiler.profile() as profiler:
         run.step(step)
@@ -212,7 +212,7 @@ def compiled_regions_of(run: Open, step: int) -> int:
 
 
 def useful_flops(task: Task, rows: Sequence[np.ndarray]) -> float:
-    """Return `ModelFlops` of the trainer's step, the mean over the micro-batches `rows`; used for every variant."""
+    """Return `ModelFlops` of the trainer's step, averaged over the micro-batches `rows`. All variants use it."""
     config, store = task.config(), Store.open(task.store)
     model_flops = ModelFlops.from_model(build_meta_model(config, store.manifest, "cpu"))
     objective, weights = build_objective(config, store.manifest), mode_weights_at(0, config.mode, config.mode_schedule)

@@ -1,12 +1,12 @@
-"""Paired comparison: runs step in turns, and the ratio of two runs' times in the same round is what counts.
+"""Paired comparison: runs step in turns, and we compare the times of two runs in the same round.
 
-- On a CPU each run has a process of its own, so that the allocator's heap is as that run alone leaves it and a setting
-  such as `memory.keep_freed` affects no other run. All share one core, since the cores of a shared machine differ. On a
-  GPU all runs share this process and one caching allocator; memory would not suffice otherwise.
-- Time is the CPU time of one thread where there is no GPU; otherwise wall time between synchronizations.
+- On a CPU each run has its own process. So the allocator's heap is as this run leaves it, and a setting such as
+  `memory.keep_freed` does not affect other runs. All processes share one core, because the cores of a shared machine
+  differ. On a GPU all runs share this process and one caching allocator, since memory would not suffice otherwise.
+- Without a GPU, time is the CPU time of one thread. With a GPU, it is wall time between synchronizations.
 - After each step the next run takes its turn, in a new random order each time, so that other work on the machine
-  affects all runs alike. Next to each step a matrix product measures the present rate of the machine. A turn at less
-  than `STEADY` of the best rate is repeated, within `patience`.
+  affects all runs alike. Next to each step, a matrix product measures the current speed of the machine. A turn at less
+  than `STEADY` of the best speed is repeated, within `patience`.
 - The first run is measured twice in each round. If it differs from itself by more than `TRUSTED`, the machine was too
   busy for a conclusion.
 """
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 CONTROL = "control"
-STEADY = 0.9  # of the machine's best rate
+STEADY = 0.9  # share of the machine's best rate
 TRUSTED = 0.05  # largest deviation of the first run from itself
 PROBE_SIDE, PROBE_PRODUCTS = 512, 8
 
@@ -38,10 +38,10 @@ T = TypeVar("T")
 
 
 class Run(Protocol):
-    """A run that is compared with others."""
+    """A run to compare with others."""
 
     def step(self, number: int) -> object:
-        """Take the step with this number. If it returns a float, that counts as its seconds."""
+        """Take the step with this number. If a float is returned, it counts as the step's seconds."""
 
 
 Opener = Callable[[], AbstractContextManager[Run]]
@@ -77,7 +77,7 @@ class LocalRun:
 
 
 class ProcessRun:
-    """A run in a process of its own, to which functions and openers are sent pickled. Use as a context manager."""
+    """A run in its own process, which receives functions and openers pickled. Use it as a context manager."""
 
     def __init__(self, name: str, opener: Opener):
         context = multiprocessing.get_context("forkserver")
@@ -148,7 +148,7 @@ def open_runs(openers: Mapping[str, Opener]) -> Iterator[dict[str, LocalRun | Pr
 
 
 def warm_up(runs: Mapping[str, LocalRun | ProcessRun], steps: int) -> None:
-    """Take `steps` steps, then exclude all live objects from garbage collection, which would hit runs at random."""
+    """Take `steps` steps, then freeze all live objects, because garbage collection would hit runs at random."""
     for run in runs.values():
         for number in range(steps):
             run.call(timed, number)
@@ -161,7 +161,7 @@ def _freeze(run: Run) -> None:
 
 
 def in_new_process(environment: Mapping[str, str], function: Callable[..., T], *arguments: Any) -> T:
-    """Return `function(*arguments)` from a fresh interpreter with `environment`.
+    """Call `function(*arguments)` in a fresh interpreter with `environment`, and return the result.
 
     Raises:
         BrokenProcessPool: The process was killed.
@@ -175,7 +175,7 @@ def in_new_process(environment: Mapping[str, str], function: Callable[..., T], *
 
 
 class Probe:
-    """Present rate of one thread of this machine, in FLOP/s of a matrix product. Always 1 on a GPU."""
+    """Measures the current speed of one thread of this machine, in FLOP/s of a matrix product. Always 1 on a GPU."""
 
     def __init__(self) -> None:
         self._on_cpu = not torch.cuda.is_available()
@@ -219,25 +219,25 @@ class Steadiness:
     """Steadiness of the machine in the turns that count."""
 
     turns: int
-    repeated: int  # turns taken beyond these
-    disturbed: int  # turns that count and stayed below STEADY
-    slowest: float  # the lowest rate of a turn that counts, relative to the best of all
+    repeated: int  # additional turns
+    disturbed: int  # counted turns that stayed below STEADY
+    slowest: float  # lowest rate of a counted turn, relative to the best rate
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds of each round, by run and for `CONTROL`, the first run again."""
+    """Seconds of each round, by run, and for `CONTROL`: the first run, measured again."""
 
     seconds: dict[str, list[float]]
     steadiness: Steadiness
 
     @property
     def base(self) -> str:
-        """The first run, which the others are compared with."""
+        """The first run. The others are compared with it."""
         return next(iter(self.seconds))
 
     def speed(self, name: str) -> Ratio:
-        """Return how many times as fast as the first run `name` is."""
+        """Return the speed of `name` as a multiple of the first run's speed."""
         return Ratio.of(self.seconds[self.base], self.seconds[name])
 
     @property
@@ -247,7 +247,7 @@ class Comparison:
 
     @property
     def trusted(self) -> bool:
-        """True if the first run agrees with itself."""
+        """Whether the first run agrees with itself."""
         return abs(self.control.median - 1) <= TRUSTED
 
 
@@ -274,10 +274,10 @@ def compare(
         runs: The first is the base of the comparison.
         rounds: Number of measurements.
         steps: Steps of a round.
-        first: Number of the first step. All runs take the same numbers, so the same samples and noise.
-        seed: Seeds the order of turns.
-        patience: Bounds the repeated turns, as a multiple of rounds * steps.
-        probe: Returns the machine's rate; measured by default.
+        first: Number of the first step. All runs take steps of the same numbers, so they have equal samples and noise.
+        seed: Seed for the order of turns.
+        patience: Limit of repeated turns, as a multiple of rounds * steps.
+        probe: Returns the machine's rate. By default it is measured.
     """
     base = next(iter(runs))
     order = [*runs, CONTROL]

@@ -1,4 +1,4 @@
-"""Options of the benchmarks, the circumstances of a measurement, tables, and JSON files."""
+"""Options of the benchmarks, circumstances of a measurement, tables, and JSON files."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def positive(text: str) -> int:
 
 
 def select_names(option: str, given: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """Return the names of `known` that were given, or all of them if none was.
+    """Return the given names, or all `known` names if none was given.
 
     Raises:
         UsageError: A given name is not known.
@@ -126,7 +126,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def median_with_range(values: Sequence[float | None], digits: str = ".3g") -> str:
-    """Return the median of the values that are known, with the range of several, as Markdown."""
+    """Return the median of the known values as Markdown, with their range if there are several."""
     known = [value for value in values if value is not None]
     if not known:
         return "-"

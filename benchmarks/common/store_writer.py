@@ -18,10 +18,10 @@ from mmldlm.errors import DataError
 
 
 class StoreWriter:
-    """Writes a store at `path`; use as a context manager and call `finish()` at the end.
+    """Writes a store at `path`. Use it as a context manager, and call `finish()` at the end.
 
-    Until `finish()` renames it, all data is in the folder `PATH.incomplete-PID` next to `path`, which is removed if the
-    block ends early. A killed process leaves that folder behind, and no store.
+    Until `finish()` renames it, all data is in the folder `PATH.incomplete-PID` next to `path`. The folder is removed
+    if the block ends early. A killed process leaves this folder behind, and no store.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class StoreWriter:
         """Create a writer.
 
         Args:
-            path: folder of the store.
-            tokenizer: saved with the store; its vocabulary size determines the type of the tokens.
-            encoder: saved with the store; determines the shape of the latents.
-            latent_dtype: type in which latents are stored.
-            shard_samples: samples per shard.
-            overwrite: replace a store at `path`.
+            path: Folder of the store.
+            tokenizer: Saved with the store. Its vocabulary size determines the type of the tokens.
+            encoder: Saved with the store. It determines the shape of the latents.
+            latent_dtype: Type in which latents are stored.
+            shard_samples: Samples per shard.
+            overwrite: Whether to replace a store at `path`.
         """
         self.path = Path(path)
         self.folder = self.path.with_name(f"{self.path.name}.incomplete-{os.getpid()}")
@@ -63,20 +63,20 @@ class StoreWriter:
 
     def __exit__(self, *error: object) -> None:
         self._shards.__exit__(*error)
-        # After `finish` the folder has been renamed, and there is nothing to remove.
+        # `finish` has renamed the folder, so that there is nothing to remove after it.
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(self, split: str, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
         """Append n samples.
 
         Args:
-            split: train, validation or test.
-            tokens: ids of each sample.
+            split: Train, validation or test.
+            tokens: Token ids of each sample.
             latents: [n, M, C] on the encoder's scale.
-            characters: length of each text.
+            characters: Length of each text.
 
         Raises:
-            DataError: a latent is not finite in `latent_dtype`.
+            DataError: A latent is not finite in `latent_dtype`.
         """
         with error_prefix(self.path):
             self._shards.add(split, tokens, latents, characters)
@@ -91,7 +91,7 @@ class StoreWriter:
         """Write the last shards, the statistics and the manifest, and rename the folder to the store.
 
         Raises:
-            DataError: a split has no samples, or all latents are equal.
+            DataError: A split has no samples, or all latents are equal.
         """
         self.tokenizer.save(self.folder / "tokenizer")
         self.encoder.save(self.folder / "encoder")

@@ -1,6 +1,6 @@
-"""`Task`, the network, batch and store that are measured.
+"""`Task`: the network, batch and store to measure.
 
-`make_store` writes real tokens in samples of real lengths: the embedded corpus as one stream of tokens, cut by the
+`make_store` writes real tokens in samples of real lengths. It cuts the embedded corpus, as one stream of tokens, by the
 histograms of `data/lengths.json`.
 """
 
@@ -32,11 +32,11 @@ Kind = Literal["documents", "sentences", "full"]
 KINDS: tuple[Kind, ...] = ("documents", "sentences", "full")
 MAX_LENGTH = 256
 CHANNELS = 64
-HELD_OUT = 64  # samples of validation and of test, which are not measured
-TOKENIZER_VOCAB = 2560  # the corpus has some thousands; a larger vocabulary is the network's alone
+HELD_OUT = 64  # samples each for validation and test, which are not measured
+TOKENIZER_VOCAB = 2560  # the corpus has some thousand words, so only the network can have a larger vocabulary
 HEAD_WIDTH = 64
 SETTINGS = (
-    "train.steps=1000000",  # never reached
+    "train.steps=1000000",  # more than we ever take
     "validation.every=0",  # not part of a step
     "checkpoint.every_steps=0",
     "compile.scope=none",  # unless a variant compiles
@@ -48,7 +48,7 @@ def device() -> torch.device:
 
 
 def heads_of(width: int) -> int:
-    """Return the number of heads of 64 channels, which the shapes and the reference have."""
+    """Return the number of heads with 64 channels. The shapes and the reference have such heads."""
     return max(1, width // HEAD_WIDTH)
 
 
@@ -59,8 +59,8 @@ class Shape:
     heads: int
     vocab_size: int
     batch: int  # samples
-    positions: int  # the maximum tokens of a sample, to which the reference pads
-    latents: int = 0  # of these positions; on a GPU, attention computes tiles of 128 rows, latents included
+    positions: int  # maximum tokens of a sample: the reference pads to this length
+    latents: int = 0  # positions for latents: on a GPU, attention computes tiles of 128 rows, latents included
 
     def store(self, folder: Path, kind: Kind) -> Path:
         return make_store(
@@ -69,7 +69,7 @@ class Shape:
 
 
 SHAPES = {
-    # The shares of head and backbone are those of the large model, with its head width.
+    # Head and backbone have the same shares as in the large model, and the same head width.
     "proportional": Shape(256, 8, 4, 2560, 8, 256),
     "brief": Shape(256, 4, 4, 30_522, 8, 256),
     "gpu": Shape(1024, 24, 16, 30_522, 16, 512, latents=1),
@@ -79,7 +79,7 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Task:
-    """What a variant trains: plain values, so that another process can open the same."""
+    """The task of a variant, in plain values, so that another process can open the same task."""
 
     store: str
     width: int
@@ -101,20 +101,20 @@ class Task:
         return load_config(None, [*given, *SETTINGS, *self.settings, *settings])
 
     def to_json(self) -> dict[str, Any]:
-        """Return the task as results have it: with the store's name only."""
+        """Return the task for a result, with only the name of the store."""
         return {**asdict(self), "store": Path(self.store).name, "settings": list(self.settings)}
 
 
 class Feed:
-    """Micro-batches in turn, in place of the loader's.
+    """Gives micro-batches in turn, in place of the loader.
 
-    On a CPU each is read from the store on request, like the loader's by default. On a GPU all are in memory before the
-    first step, like those of loader processes that keep up.
+    On a CPU, a micro-batch is read from the store on request, like the loader does by default. On a GPU, all are in
+    memory before the first step, as if loader processes kept up.
     """
 
     def __init__(self, split: Split, rows: list[np.ndarray], device_type: str):
         self.split, self.rows = split, rows
-        self.step = 0  # the number of the next step, which decides its micro-batch and its noise
+        self.step = 0  # number of the next step: it decides micro-batch and noise
         self._ready = [] if device_type == "cpu" else [batch_of(split, samples) for samples in rows]
 
     def batch(self) -> Batch:
@@ -131,16 +131,17 @@ class Feed:
 
 
 def batch_of(split: Split, samples: np.ndarray) -> Batch:
-    """Return the samples int64 [B] as the loader gives them to one process without accumulation."""
+    """Collate the samples int64 [B] like the loader does for one process without accumulation."""
     size = BatchSize(len(samples), len(samples))
     (slots,) = deal(split.lengths[samples], size, 1, split.manifest.latent.tokens)
     return collate(split, samples[slots[:, 0]], slots[:, 0])
 
 
 def typical_batches(order: SampleOrder, split: Split, size: int, count: int) -> list[np.ndarray]:
-    """Return `count` micro-batches, samples int64 [B] of `split`, at evenly spaced ranks of an epoch's by tokens.
+    """Sort an epoch's micro-batches by tokens, and return `count` evenly spaced ones as samples int64 [B] of `split`.
 
-    The order sorts by length within windows, so consecutive batches are alike. These together have an epoch's lengths.
+    The sample order sorts by length within windows, so consecutive batches are alike. Together, these micro-batches
+    have the lengths of an epoch.
     """
     epoch = _epoch(order, split, size)
     ranks = (np.arange(count) + 0.5) / count * len(epoch)
@@ -161,7 +162,7 @@ def _epoch(order: SampleOrder, split: Split, size: int) -> list[np.ndarray]:
 
 
 def lengths_of(kind: Kind, count: int, max_length: int = MAX_LENGTH, seed: int = 0) -> np.ndarray:
-    """Draw lengths of samples in tokens, int64 [count], from the histogram; "full" is `max_length` throughout."""
+    """Draw sample lengths in tokens, int64 [count], from the histogram. For "full", all are `max_length`."""
     if kind == "full":
         return np.full(count, max_length)
     path = Path(__file__).parents[1] / "data" / "lengths.json"
@@ -178,10 +179,10 @@ def make_store(
     model_vocab_size: int | None = None,
     samples: int = 2048,
 ) -> Path:
-    """Write a store of `samples` into `folder`, unless it is there, and return its path.
+    """Write a store of `samples` into `folder` unless it exists, and return its path.
 
-    The tokenizer has `vocab_size` tokens. For a network with more, which the corpus is too small for, the manifest
-    names a larger `model_vocab_size`. The manifest's longest sample is `max_length`, whichever the longest is.
+    The tokenizer has `vocab_size` tokens. If the network needs more than the corpus provides, the manifest names a
+    larger `model_vocab_size`. The manifest gives `max_length` as the longest sample, even if all are shorter.
     """
     vocab = model_vocab_size or vocab_size
     path = folder / f"{kind}-{vocab}-{max_length}-{samples}"

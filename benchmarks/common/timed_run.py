@@ -1,6 +1,6 @@
-"""`mmldlm.train` that writes to TIMES.RANK.json when each step began, and how long each event took.
+"""Run `mmldlm.train`, and write to TIMES.RANK.json when each step began and how long each event took.
 
-Seconds of `time.perf_counter`, which all processes of a machine share. An event's time is without that of events in it.
+Seconds are from `time.perf_counter`, which all processes of a machine share. An event's time excludes events inside it.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer import validation
 from mmldlm.trainer.trainer import Trainer
 
-STOP_AT = int(os.environ["STOP_AT"])  # 0: not
-TURN = int(os.environ["TURN"])  # steps, after which the process stops itself
+STOP_AT = int(os.environ["STOP_AT"])  # 0: never
+TURN = int(os.environ["TURN"])  # the process stops itself after this many steps
 PATH = Path(os.environ["TIMES"] + "." + os.environ.get("RANK", "0") + ".json")
 steps: list[tuple[int, float]] = []  # step, begin
 events: list[tuple[str, int, float]] = []  # name, step, seconds
@@ -30,7 +30,7 @@ _now = {"step": 0}
 
 
 def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `function`, whose calls are events."""
+    """Wrap `function` so that its calls are recorded as events."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 class ReferenceModel(nn.Module):
     """The network that users come from: the package `mmdit` 0.3.0 in a wrapper that follows its documentation.
 
-    Token and learned position embeddings, a two-layer latent encoder, one time embedding for both modalities. Text
-    width, depth and head width are those of the trainer.
+    It has token and learned position embeddings, a two-layer latent encoder, and one time embedding for both
+    modalities. Text width, depth and head width are the trainer's.
     """
 
     def __init__(self, depth: int, width: int, shape: DataShape, streams: int, flash: bool = False):
-        """`streams`: residual streams of the hyper-connections; `flash`: attention by PyTorch's fused kernel."""
+        """`streams` is the number of residual streams. `flash` selects PyTorch's fused attention kernel."""
         super().__init__()
         from mmdit.mmdit_generalized_pytorch import MMDiT
 
@@ -105,7 +105,7 @@ def padded(noised: NoisedBatch, pad_id: int, length: int) -> dict[str, Tensor]:
 def reference_loss(
     model: nn.Module, noised: NoisedBatch, latent_weight: float, length: int
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of one micro-batch with all logits, and its values, read from the device."""
+    """Compute the loss of one micro-batch with all logits. Return it with the values read from the device."""
     rectangle = padded(noised, model.shape.pad_id, length)
     logits, latents = model(
         rectangle["tokens"], noised.noised_latents, noised.t_text, noised.t_latent, rectangle["real"]
@@ -127,8 +127,8 @@ def reference_loss(
 class ReferenceRun:
     """The training loop that users come from, with the methods, data and noise of `Trainer`.
 
-    All samples are padded to the maximum length, the whole vocabulary has logits at every position, and each step reads
-    NaN checks and an accuracy from the device. AdamW and clipping are PyTorch's defaults; nothing is logged.
+    It pads all samples to the maximum length, computes logits of the whole vocabulary at every position, and in each
+    step reads NaN checks and an accuracy from the device. AdamW and clipping are PyTorch's defaults. Nothing is logged.
     """
 
     def __init__(self, task: Task, streams: int, flash: bool, feed: Feed):
@@ -170,7 +170,7 @@ class ReferenceRun:
         self.optimizer.zero_grad(set_to_none=True)
 
     def end_step(self) -> None:
-        """The values were read in the forward pass."""
+        """Do nothing: the forward pass has read the values."""
 
 
 # --- the trainer ----------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class FeedTrainer(Trainer):
 class Variant:
     name: str
     about: str
-    streams: int = 0  # of the reference; 0: it is the trainer
+    streams: int = 0  # residual streams of the reference, 0 for the trainer
     flash: bool = False
     settings: tuple[str, ...] = ()
 
@@ -210,7 +210,7 @@ class Variant:
 
 
 def variants(precision: str, device_type: str) -> dict[str, Variant]:
-    """Return all variants by name, in the order of display; without those that would change nothing here."""
+    """Return all variants by name, in the order of display, except variants that would change nothing here."""
     listed = [
         Variant("reference", "mmdit 0.3.0, 2 residual streams", streams=2),
         Variant("reference-1", "mmdit 0.3.0, 1 residual stream", streams=1),
@@ -230,7 +230,7 @@ def variants(precision: str, device_type: str) -> dict[str, Variant]:
 
 
 class Open:
-    """A variant that is ready to step: its `trainer` has the methods that `counting.METHODS` names."""
+    """A variant that is ready to step. Its `trainer` has the methods that `counting.METHODS` names."""
 
     def __init__(
         self,
@@ -245,7 +245,7 @@ class Open:
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
 
     def defer_fetch(self) -> None:
-        """Fetch the numbers of steps late, as on a GPU; the reference reads its own in each step."""
+        """Fetch the numbers of steps late, as on a GPU. The reference reads its numbers in each step."""
         if isinstance(self.trainer, Trainer):
             self.trainer.numbers.defer_fetch = True
 
@@ -257,7 +257,7 @@ class Open:
 
 @contextmanager
 def opened(variant: Variant, task: Task, rows: list[np.ndarray], folder: Path) -> Iterator[Open]:
-    """Open the variant over the micro-batches `rows`, its run in `folder`; its output goes to `folder/output.txt`."""
+    """Open the variant over the micro-batches `rows`, its run in `folder`, and its output in `folder/output.txt`."""
     folder.mkdir(parents=True)
     feed = Feed(Store.open(task.store).split("train"), rows, device().type)
     if variant.is_reference:
@@ -289,7 +289,7 @@ def entered(trainer: TrainerT, folder: Path) -> Iterator[TrainerT]:
         output = stack.enter_context((folder / "output.txt").open("w"))
         with redirect_stdout(output), redirect_stderr(output):
             stack.enter_context(trainer)
-        # The trainer's would save and exit after the step, and there is nothing to save.
+        # The trainer's handlers would save and exit after the step, but there is nothing to save.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         yield trainer

@@ -1,1 +1,1 @@
-"""Checkpoints: an atomic store, and training state without pickle."""
+"""Checkpoints: a store with atomic saves, and the training state without pickle."""

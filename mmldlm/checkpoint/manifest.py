@@ -1,8 +1,9 @@
-"""Manifest of a checkpoint folder: the names, sizes and hashes of its files, and where each tensor is.
+"""Manifest of a checkpoint folder: the names, sizes and hashes of its files, and the place of each tensor.
 
 `manifest.json` holds `{"format", "step", "info", "files": {name: {"bytes", "sha256"}}, "tensors", "sha256"}`. The last
-entry is the hash of all others, so a flipped bit in the manifest itself is detected as well. "tensors" has each group's
-`TensorGroup`. What has the right hash is trusted, but for the names of files, which lead nowhere outside the folder.
+entry is the hash of all others, so a flipped bit in the manifest itself is detected, too. "tensors" has the
+`TensorGroup` of each group. A manifest with the right hash is trusted, except for its file names: they are checked not
+to lead outside the folder.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _HASH_THREADS = 8
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A verified checkpoint folder: every file is as it was written."""
+    """A verified checkpoint folder. Every file is as it was written."""
 
     path: Path
     step: int
@@ -40,7 +41,7 @@ class Checkpoint:
     tensors: Mapping[str, TensorGroup]  # by group
 
     def file(self, name: str) -> Path:
-        """Return the path of the file saved as `name`; DataError if there is none."""
+        """Return the path of the file `name`. Raises DataError if there is none."""
         if name not in self.files:
             raise DataError(f"{self.path} has no file {name!r}; it has {truncate(', '.join(sorted(self.files)), 400)}")
         return self.path / name
@@ -53,7 +54,7 @@ def write_checkpoint_manifest(
     info: Mapping[str, Any],
     tensors: Mapping[str, TensorGroup],
 ) -> Path:
-    """Write the manifest of `files`, which are in `folder` already, and return its path."""
+    """Write the manifest of `files`, which must already be in `folder`, and return its path."""
     path = folder / MANIFEST
     entries = {name: asdict(file) for name, file in files.items()}
     groups = {name: asdict(group) for name, group in tensors.items()}
@@ -62,9 +63,12 @@ def write_checkpoint_manifest(
 
 
 def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
-    """Read the manifest of `folder` and check size and hash of every file; a `DataError` names one that is damaged.
+    """Read the manifest of `folder` and check the size and hash of every file.
 
-    Without `hashes` it checks sizes only, for ranks other than the one that hashes.
+    Without `hashes`, only sizes are checked. That is enough if another rank hashes.
+
+    Raises:
+        DataError: A file is damaged. The message names it.
     """
     try:
         body = _read(folder / MANIFEST)
@@ -73,13 +77,13 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
             digests = {name: str(entry["sha256"]) for name, entry in body["files"].items()}
             tensors = {name: TensorGroup.from_json(group) for name, group in body["tensors"].items()}
         if (named := step_and_revision(folder.name)) and named[0] != body["step"]:
-            raise DataError(f"{folder}: is the checkpoint of step {body['step']}, expected that of its name")
+            raise DataError(f"{folder}: expected the step of its name, found step {body['step']}")
         for name, expected_bytes in files.items():
             check_name(name)
             if (size := (folder / name).stat().st_size) != expected_bytes:
                 raise DataError(f"{folder / name} has {size} bytes, its manifest says {expected_bytes}")
         if hashes:
-            for path in folder.rglob("*"):  # also what the manifest does not name
+            for path in folder.rglob("*"):  # also files that the manifest does not name
                 check_inside(path, folder)
             with ThreadPoolExecutor(min(_HASH_THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
                 for name, digest in zip(files, pool.map(sha256, [folder / name for name in files]), strict=True):
@@ -92,16 +96,16 @@ def verify_checkpoint(folder: Path, hashes: bool = True) -> Checkpoint:
 
 @contextmanager
 def foreign(path: Path) -> Iterator[None]:
-    """Raise a `DataError` for what odd contents of a stranger's files, read in the body, end in."""
+    """Turn errors of the body, which reads files of a stranger, into a `DataError`."""
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         reason = truncate(" ".join(f"{type(error).__name__} {error}".split()))
-        raise DataError(f"{path}: is not what this version writes ({reason})") from error
+        raise DataError(f"{path}: this version writes other contents ({reason})") from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of `folder` without checking its files; empty if it cannot be read."""
+    """Return the manifest of `folder` without checking its files, or an empty one if it cannot be read."""
     try:
         return _read(folder / MANIFEST)
     except (DataError, OSError):
@@ -111,7 +115,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 def check_name(name: str) -> None:
     """Raise DataError unless `name` is a plain relative path that stays inside the folder."""
     path = PurePosixPath(name)
-    # `PurePosixPath` normalizes `./x`, `a//b` and `a/`, so they differ from their text.
+    # `PurePosixPath` normalizes `./x`, `a//b` and `a/`, so the comparison refuses them.
     is_inside = name == str(path) and not path.is_absolute() and ".." not in path.parts and path.parts
     is_readable = name.isprintable() and len(name.encode()) <= _MAX_NAME_BYTES
     if not is_inside or not is_readable or "\\" in name or name == MANIFEST:
@@ -125,7 +129,7 @@ def _seal(body: Mapping[str, Any]) -> bytes:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return the content of a manifest; DataError unless it is of this format, and byte for byte what `_seal` wrote."""
+    """Return the content of a manifest. Raises DataError unless `_seal` wrote exactly these bytes in this format."""
     if not path.is_file():
         raise DataError(f"{path} is missing")
     raw = read_regular(path, path.parent)

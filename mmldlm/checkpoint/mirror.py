@@ -1,8 +1,8 @@
-"""Copies of a run's checkpoints on another disk or in an object store, by fsspec.
+"""Copy a run's checkpoints to another disk or an object store, through fsspec.
 
-Each `step-00000100/` of a mirror is a run folder with one checkpoint. The manifest of the checkpoint, which has the
-hashes of its files, is written last and removed first: a folder without one is a copy that was interrupted. Nothing is
-renamed, since object stores cannot.
+Each `step-00000100/` in a mirror is a run folder with one checkpoint. The checkpoint's manifest, which has the hashes
+of its files, is written last and removed first. So a folder without a manifest is an interrupted copy. We rename
+nothing, because object stores cannot rename.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ log = logging.getLogger(__name__)
 
 
 class Mirror:
-    """Copies of the checkpoints of one run, on rank 0: all ranks share the run folder.
+    """Copies the checkpoints of one run, on rank 0, since all ranks share the run folder.
 
-    A thread makes one pass at a time; `poll` starts it and reports its outcome. A mirror that is the run folder is a
-    `ConfigError`. The run's first record distinguishes it from all others.
+    A thread makes one pass at a time. `poll` starts it and reports its outcome. A run is recognized by its first
+    record. Raises `ConfigError` if the mirror is the run folder itself.
 
     Args:
-        place: Folder or URL; the copies are in its subfolder with the name of the run folder.
-        store: The run's checkpoints, and which of them are kept, here and there.
-        files: What a copy has of the run folder besides the checkpoint, the metrics among it.
+        place: Folder or URL. The copies are in its subfolder with the name of the run folder.
+        store: The run's checkpoints. Its retention policy also holds for the copies.
+        files: Files of the run folder to copy with each checkpoint, including the metrics.
     """
 
     def __init__(self, place: str, store: CheckpointStore, files: Sequence[str]):
@@ -55,16 +55,16 @@ class Mirror:
         self.run_dir = store.folder.parent.absolute()
         self.url = f"{place.rstrip('/')}/{self.run_dir.name}"
         if Path(self.url.removeprefix("file://")).resolve() == self.run_dir.resolve():
-            raise ConfigError(f"checkpoint.mirror: found {place}, where run.dir is; expected another disk")
-        self._writer = uuid.uuid4().hex.encode()  # this start, as others see it in the mirror
+            raise ConfigError(f"checkpoint.mirror: expected another disk, found {place}, where run.dir is")
+        self._writer = uuid.uuid4().hex.encode()  # identifies this start in the mirror
         self._is_claimed = False
-        self._due: int | None = None  # step of the newest checkpoint that no pass has looked for
+        self._due: int | None = None  # step of the newest checkpoint that no pass has handled yet
         self._pass: Future[tuple[int, dict[str, Any]]] | None = None
         self._closed = Event()
 
     @cached_property
     def _place(self) -> tuple[Any, str]:
-        """File system of fsspec, and the path of the mirror in it. Imports the package of an object store."""
+        """Return the fsspec file system and the mirror's path in it. Imports the object store's package."""
         import fsspec
 
         # Without a cache of listings, since another process may write as well.
@@ -77,11 +77,14 @@ class Mirror:
     # --- at the start --------------------------------------------------------------------------------------
 
     def fetch_newer(self, local: Checkpoint | None, is_chosen: bool) -> Checkpoint | None:
-        """Fetch the newest intact copy, with the files of its run, if it is newer than `local`, else return `local`.
+        """Fetch the newest intact copy and its run's files if it is newer than `local`, otherwise return `local`.
 
-        `local` is the checkpoint that the run would start from, None on an empty disk. It is a `ConfigError` if the
-        mirror has another run, or is ahead of a start that the user has chosen. On an empty disk it is a `DataError` if
-        all copies are damaged, and a `StorageError` if the mirror cannot be read.
+        `local` is the checkpoint that the run would start from, or None on an empty disk.
+
+        Raises:
+            ConfigError: The mirror has another run, or is ahead of a start that the user has chosen.
+            DataError: The disk is empty and all copies are damaged.
+            StorageError: The disk is empty and the mirror cannot be read.
         """
         started, folder = time.monotonic(), self.run_dir / f".{CHECKPOINTS}.tmp"
         try:
@@ -92,12 +95,14 @@ class Mirror:
         except Exception as error:  # those of the libraries are of many kinds
             if local is None and not is_chosen:
                 line = self._line(error)
-                raise StorageError(f"checkpoint.mirror: without it the run would start over: {line}") from error
+                raise StorageError(
+                    f"checkpoint.mirror: cannot be read, and without it the run would start over: {line}"
+                ) from error
             log.warning("checkpoint.mirror: cannot look for newer checkpoints: %s", self._line(error))
             return local
         if fetched is None:
             return local
-        # The checkpoint last: after a kill in between, the next start fetches all of it again.
+        # Move the checkpoint last: after a kill in between, the next start fetches everything again.
         for path in folder.iterdir():
             target = self.run_dir / path.name
             if path.name != CHECKPOINTS:
@@ -126,11 +131,11 @@ class Mirror:
         if problems and fetched is None and step < 0:
             raise DataError(f"no good copy in {self.url}: {next(iter(problems.values()))}")
         for damaged in problems:
-            self._system.rm_file(self._manifest(damaged))  # so that it is copied again
+            self._system.rm_file(self._manifest(damaged))  # forget the damaged copy, so that it is copied again
         return fetched
 
     def _get(self, step: int, folder: Path) -> Checkpoint:
-        """Fetch a copy, which is not trusted, and verify its checkpoint."""
+        """Fetch a copy and verify its checkpoint, since we do not trust the mirror."""
         for source in self._system.find(self._folder(step)):
             name = source.removeprefix(f"{self._folder(step)}/")
             if name.partition("/")[0] in (*self.files, CHECKPOINTS):
@@ -144,27 +149,27 @@ class Mirror:
     # --- during the run ------------------------------------------------------------------------------------
 
     def request(self, step: int) -> None:
-        """Have the complete checkpoint of `step` copied soon."""
+        """Request a copy of the complete checkpoint of `step`."""
         self._due = step
 
     @property
     def busy(self) -> bool:
-        """Return whether a checkpoint is being copied or will be."""
+        """Return whether a checkpoint is being copied or waits for a copy."""
         return self._pass is not None or self._due is not None
 
     def poll(self, record: Callable[[int, Mapping[str, Any]], None]) -> None:
-        """Record the outcome of a pass that has ended, and start one if it is due."""
+        """Record the outcome of a finished pass, and start the next one if it is due."""
         if self._pass is not None and self._pass.done():
             outcome, self._pass = self._pass, None
             record(*outcome.result())
         if self._pass is None and self._due is not None:
             outcome, step = Future(), self._due
             self._pass, self._due = outcome, None
-            # A daemon, for which the end of the process does not wait.
+            # A daemon thread, so that the process can end without waiting for it.
             Thread(target=lambda: outcome.set_result((step, self._try_to_copy())), name="mirror", daemon=True).start()
 
     def wait(self, deadline: float, record: Callable[[int, Mapping[str, Any]], None]) -> None:
-        """Wait a moment for the last copy, until not `busy`; at `deadline` it is given up."""
+        """Wait until not `busy`, a moment at a time. At `deadline`, give the last copy up."""
         if self._pass is not None:
             wait_for([self._pass], _POLL_INTERVAL_S)
         self.poll(record)
@@ -173,12 +178,12 @@ class Mirror:
             record(max(self.store.by_step()), {"error": f"{self.url}: not within checkpoint.mirror_wait_s"})
 
     def close(self) -> None:
-        """End the pass before its next file; what it has copied so far is no complete copy."""
+        """Stop the pass before its next file. The files copied so far are no complete copy."""
         self._closed.set()
         self._pass = self._due = None
 
     def _try_to_copy(self) -> dict[str, Any]:
-        """Make a pass in the thread; return what there is to record. The next checkpoint is the next attempt."""
+        """Make a pass in the thread and return a record of its outcome. After a failure, the next save tries again."""
         started = time.monotonic()
         try:
             copied = self._copy_new()
@@ -187,12 +192,12 @@ class Mirror:
         return {"path": self.url, "bytes": copied, "seconds": time.monotonic() - started}
 
     def _claim(self) -> None:
-        """Make this start the one that writes the mirror; one that is still running learns of it in `_copy_new`."""
+        """Claim the mirror for this start. An older start that still runs notices that in `_copy_new`."""
         self._put(self._writer, f"{self._place[1]}.writer")
         self._is_claimed = True
 
     def _copy_new(self) -> int:
-        """Copy the checkpoints that the store keeps, newest first, and remove other copies; return the bytes."""
+        """Copy the checkpoints that the store keeps, newest first, remove other copies, and return the copied bytes."""
         local, retention, copied = self.store.by_step(), self.store.retention, 0
         copies = self._copies(newest=max(local))
         if not self._is_claimed:
@@ -212,24 +217,24 @@ class Mirror:
                 if step in copies:
                     if self._system.cat_file(self._manifest(step)) == (local[step] / MANIFEST).read_bytes():
                         continue
-                    self._system.rm_file(self._manifest(step))  # the step was trained and saved again
+                    self._system.rm_file(self._manifest(step))  # the run has trained and saved this step again
                 copied += self._copy(step, local[step])
             except FileNotFoundError:
                 if local[step].exists():
                     raise
-                # Else a newer checkpoint has replaced it meanwhile, and has requested another pass.
+                # Otherwise a newer checkpoint has replaced it in the meantime, and has requested another pass.
         for step in {*copies} - keep:
             self._system.rm_file(self._manifest(step))
             self._system.rm(self._folder(step), recursive=True)
         return copied
 
     def _copy(self, step: int, checkpoint: Path) -> int:
-        """Copy a checkpoint, its manifest last, with the files of its run; return the bytes."""
+        """Copy a checkpoint and its run's files, the manifest last, and return the number of bytes."""
         copied = 0
         for name in self.files:
             for path in (self.run_dir / name, *(self.run_dir / name).rglob("*")):
                 if path.is_file():
-                    # A snapshot, since the run appends to its files.
+                    # Take a snapshot, since the run appends to its files.
                     copied += self._put(path.read_bytes(), f"{self._folder(step)}/{path.relative_to(self.run_dir)}")
         files = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST]
         for path in (*files, checkpoint / MANIFEST):
@@ -256,7 +261,7 @@ class Mirror:
     # --- what is there -------------------------------------------------------------------------------------
 
     def _copies(self, newest: int | None, may_adopt: bool = False) -> list[int]:
-        """Return the steps of the complete copies, the newest first, after checking whose they are."""
+        """Check that the copies are of this run, and return the steps of the complete ones, newest first."""
         copies = sorted((step for step in self._steps() if self._system.exists(self._manifest(step))), reverse=True)
         metrics = self.run_dir / METRICS
         with metrics.open("rb") if metrics.exists() else io.BytesIO() as file:
@@ -264,7 +269,9 @@ class Mirror:
         if copies and (record or not may_adopt):
             start = self._system.cat_file(f"{self._folder(copies[0])}/{METRICS}", start=0, end=max(len(record), 1))
             if start != record:
-                raise ConfigError(f"{self.url} has another run; expected another place, or a run.dir of another name")
+                raise ConfigError(
+                    f"{self.url} has the copies of another run: choose another place or another name for run.dir"
+                )
         if copies and newest is not None and copies[0] > newest:
             raise ConfigError(
                 f"{self.url} has step {copies[0]}, expected none after {max(newest, 0)}: start with resume: auto, "

@@ -14,6 +14,6 @@ def checkpoint_name(step: int, revision: int = 0) -> str:
 
 
 def step_and_revision(name: str) -> tuple[int, int] | None:
-    """Return step and revision of a checkpoint's folder; None if the name is no such folder's."""
+    """Return the step and revision in the name of a checkpoint's folder, or None for any other name."""
     match = _NAME.fullmatch(name)
     return (int(match[1]), int(match[2] or 0)) if match else None

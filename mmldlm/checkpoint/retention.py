@@ -1,4 +1,4 @@
-"""Retention policy: which checkpoints are kept after a save, and which steps must have one."""
+"""Retention policy: which checkpoints to keep after a save, and which steps must be saved."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Retention:
-    """Keeps the newest checkpoints, the best by validation loss, and those of fixed steps.
+    """Keeps the newest checkpoints, the best ones by validation loss, and checkpoints of fixed steps.
 
     Attributes:
-        last: Number of newest checkpoints, at least 1.
-        every: Multiples of this step are kept permanently, as `steps` are; 0 for none.
-        best: Number of checkpoints with the lowest validation loss.
+        last: Number of newest checkpoints to keep, at least 1.
+        every: Keep multiples of this step permanently, like `steps`. 0 for none.
+        best: Number of checkpoints with the lowest validation loss to keep.
     """
 
     last: int = 3
@@ -22,18 +22,19 @@ class Retention:
     best: int = 0
 
     def steps_to_keep(self, saved: int, others: Iterable[int], losses: Mapping[int, float | None]) -> set[int]:
-        """Return the steps whose checkpoints are kept, always that of the new one, `saved`.
+        """Return the steps whose checkpoints to keep. The new one, `saved`, is always among them.
 
-        `losses` are validation losses by step; None for a step without a validation.
+        `losses` has validation losses by step, None for a step without a validation.
         """
         older = sorted(others, reverse=True)
         permanent = {step for step in older if self.is_permanent(step)}
-        ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None)  # ties: the newer step
+        # Of equal losses, keep the newer step.
+        ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None)
         best = {-negative for _, negative in ranked[: self.best]}
         return {saved, *older[: self.last - 1]} | permanent | best
 
     def max_checkpoints(self, steps: int) -> int:
-        """Return the largest number of checkpoints kept at once in a run of `steps` steps."""
+        """Return the largest number of checkpoints that a run of `steps` steps keeps at once."""
         return self.last + self.best + len(set(self.steps)) + (steps // self.every if self.every else 0)
 
     def is_permanent(self, step: int) -> bool:

@@ -1,8 +1,8 @@
-"""Which file of a checkpoint holds which elements of a tensor.
+"""Describe which file of a checkpoint holds which elements of a tensor.
 
-Each of N processes writes its own part of the state to `model-00001-of-0000N.safetensors`. A slice is a range
-[start, stop) of a tensor's elements in row-major order, which describes the parts of every engine: whole tensors, rows
-and ranges that begin within a row.
+Each of N processes writes its part of the state to `model-00001-of-0000N.safetensors`. A slice is a range [start, stop)
+of a tensor's elements in row-major order. It can describe the parts of every engine: whole tensors, rows, and ranges
+that begin within a row.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DTYPES = {  # by their names in safetensors
+DTYPES = {  # keys are the names in safetensors
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -41,13 +41,13 @@ def tensor_file_name(group: str, index: int, count: int) -> str:
 class SlicedTensor:
     """Type and shape of a tensor, and its slices.
 
-    A slice ends where the next one starts, so each element is in exactly one.
+    A slice ends where the next one starts, so each element is in exactly one slice.
 
     Attributes:
         dtype: A key of `DTYPES`.
         shape: Shape of the whole tensor.
-        slices: Elements per slice if file i has the i-th of equal slices (the last one may be smaller), which takes
-            as many bytes for 1,000 files as for one; otherwise (start, file) of each slice, both ascending.
+        slices: If file i has the i-th of equal slices, the number of elements per slice (the last one may be smaller).
+            This takes the same space for 1 and for 1,000 files. Otherwise (start, file) of each slice, both ascending.
     """
 
     dtype: str
@@ -65,16 +65,16 @@ class SlicedTensor:
         return math.prod(self.shape)
 
     def slice_in(self, file: int) -> tuple[int, int]:
-        """Return (start, stop) of the slice in a file; (0, 0) if the file has none."""
+        """Return (start, stop) of the slice in a file, or (0, 0) if the file has none."""
         if isinstance(self.slices, int):
             start, stop = (min(index * self.slices, self.numel) for index in (file, file + 1))
             return (start, stop) if start < stop else (0, 0)
-        # Behind the last slice is the end of the tensor.
+        # The last slice ends with the tensor.
         bounds = pairwise((*self.slices, (self.numel, -1)))
         return next(((start, stop) for (start, holder), (stop, _) in bounds if holder == file), (0, 0))
 
     def overlapping(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (file, start, stop) of every slice that has elements of [start, stop), in order."""
+        """Yield (file, start, stop) for every slice that overlaps [start, stop), in order."""
         if start >= stop:
             return
         if isinstance(self.slices, int):
@@ -85,7 +85,7 @@ class SlicedTensor:
         yield from ((file, *self.slice_in(file)) for file in files)
 
     def slice_shape(self, start: int, stop: int) -> tuple[int, ...]:
-        """Return the shape in which a slice is stored: the tensor's, or that of whole rows, or else one dimension."""
+        """Return the shape in which a slice is stored: the tensor's shape, whole rows, or one dimension."""
         if (start, stop) == (0, self.numel):
             return self.shape
         row = math.prod(self.shape[1:])
@@ -102,7 +102,7 @@ class TensorGroup:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> TensorGroup:
-        """Return the group whose `asdict` went through JSON, which has lists for tuples."""
+        """Restore a group from the JSON of its `asdict`, which has lists instead of tuples."""
         tensors = {}
         for name, tensor in value["tensors"].items():
             slices = tensor["slices"]

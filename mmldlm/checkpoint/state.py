@@ -1,4 +1,4 @@
-"""Training state as named tensors and JSON, independent of the engine; nothing is ever unpickled."""
+"""Training state as named tensors and JSON, independent of the engine. Nothing is ever unpickled."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from mmldlm.utils.short_repr import display_name, short_repr
 # Components that wrappers (activation checkpointing, torch.compile, FSDP) add to parameter names.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 
-NO_STATE = ":empty"  # the entry of a parameter before its first step
-NORM_WINDOW = 100  # gradient norms whose median defines a spike: of fewer it is noisy, of more it lags behind
-RISE = 0.02  # of a validation loss above the lowest one, from which it counts as clearly higher
-LOSS_WINDOW = 100  # maximum number of training losses averaged for one plateau measurement
-_SINCE_0_2 = {"judged_by", "best_step", "last_validation", "worse_in_a_row"}  # earlier checkpoints have none of these
+NO_STATE = ":empty"  # marks a parameter that has not had its first step
+NORM_WINDOW = 100  # the median of this many gradient norms defines a spike: fewer are noisy, more lag behind
+RISE = 0.02  # a validation loss is clearly higher if it exceeds the lowest one by this share
+LOSS_WINDOW = 100  # at most this many training losses are averaged for a plateau measurement
+_SINCE_0_2 = {"judged_by", "best_step", "last_validation", "worse_in_a_row"}  # fields that earlier checkpoints lack
 
 
 @dataclass
 class TrainState:
-    """Progress of a run. Its noise is a function of `step`, its samples of `samples_drawn`."""
+    """Progress of a run. Its noise follows from `step`, its samples from `samples_drawn`."""
 
     step: int = 0
     samples_seen: int = 0
-    samples_drawn: int = 0  # from the sample order, including samples of skipped steps
+    samples_drawn: int = 0  # position in the sample order, which includes samples of skipped steps
     tokens_seen: int = 0
-    threads: int = 0  # of PyTorch on a CPU
+    threads: int = 0  # PyTorch's threads on a CPU
     skipped_steps: int = 0
     skipped_in_a_row: int = 0
-    # The validations so far, by one of their losses.
+    # The validations so far, judged by one of their losses.
     judged_by: str = "validation/total"
-    best_validations: list[float] = dataclasses.field(default_factory=list)  # the lowest losses, ascending
-    best_step: int = 0  # of the lowest
+    best_validations: list[float] = dataclasses.field(default_factory=list)  # lowest validation losses, ascending
+    best_step: int = 0  # step of the lowest loss
     last_validation: float | None = None
-    worse_in_a_row: int = 0  # since the lowest
+    worse_in_a_row: int = 0  # validations since the lowest loss
     # Gradient norms of the last accepted steps, see `mmldlm.trainer.step_guard`.
     accepted_norms: list[float] = dataclasses.field(default_factory=list)
     loss_scale: float | None = None  # fp16 only, see `mmldlm.distributed.grad_scaler`
@@ -55,8 +55,8 @@ class TrainState:
     plateau_losses: list[float] = dataclasses.field(default_factory=list)  # training losses since the last measurement
 
     def judge(self, metric: str, loss: float, keep: int) -> bool:
-        """Count a validation by its loss; return whether it is one of the `keep` best."""
-        if metric != self.judged_by:  # of an earlier version, or of other modes
+        """Record a validation's loss and return whether it is among the `keep` best."""
+        if metric != self.judged_by:  # an earlier version, or other modes, judged by another loss
             self.judged_by, self.best_validations, self.worse_in_a_row = metric, [], 0
         self.last_validation, self.worse_in_a_row = None, self.worse_in_a_row + 1
         if not math.isfinite(loss):
@@ -68,7 +68,7 @@ class TrainState:
         return loss in self.best_validations[:keep]
 
     def overfitting(self) -> dict[str, Any] | None:
-        """Return the last and the lowest validation loss if the last is clearly higher, else None."""
+        """Return the last and the lowest validation loss if the last one is clearly higher, otherwise None."""
         best, last = self.best_validations[:1], self.last_validation
         if not best or last is None or last <= best[0] + RISE * abs(best[0]):
             return None
@@ -80,17 +80,19 @@ class TrainState:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> TrainState:
-        """Return the state that `to_json` wrote; DataError if another version did."""
+        """Restore the state that `to_json` wrote. Raises DataError if another version wrote it."""
         values, names = json.loads(text), {field.name for field in dataclasses.fields(cls)}
         if differing := (values.keys() ^ names) - (_SINCE_0_2 - values.keys()):
             differing = ", ".join(sorted(differing))
-            raise DataError(f"training state: {differing} in one of checkpoint and this version; train the run again")
+            raise DataError(
+                f"training state: {differing}: only the checkpoint or only this version has it; train the run again"
+            )
         return cls(**values)
 
 
 def clean_name(name: str) -> str:
-    """Return a parameter's name in the unwrapped model."""
-    # Only a leading "module." is a wrapper's (DDP, DeepSpeed); a layer of the model may have this name.
+    """Return a parameter's name as it is in the unwrapped model."""
+    # Only a leading "module." comes from a wrapper (DDP, DeepSpeed). A layer of the model may have this name, too.
     return ".".join(part for part in name.removeprefix("module.").split(".") if part not in _WRAPPERS)
 
 
@@ -118,8 +120,8 @@ def check_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy `tensors` into the model in place.
 
-    If names, dtypes or shapes differ from the model's, or a file is damaged, a `DataError` is raised; in the former
-    case nothing has been changed.
+    Raises:
+        DataError: Names, dtypes or shapes differ from the model's, and nothing was changed. Or a file is damaged.
     """
     check_model_state(model, tensors)
     with torch.no_grad():
@@ -130,7 +132,8 @@ def load_model_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 def check_ema_weights(model: nn.Module, ema: Mapping[str, Tensor], optimizer: Mapping[str, Tensor]) -> None:
     """Check the saved EMA weights against the saved optimizer state and the shapes of the unwrapped `model`.
 
-    It is a `DataError` if the parameters in `ema` are not exactly those in `optimizer`, or a dtype or shape differs.
+    Raises:
+        DataError: `ema` and `optimizer` do not have the same parameters, or a dtype or shape differs.
     """
     _check_names("its optimizer's state", {entry.rpartition("/")[0] for entry in optimizer}, ema.keys())
     _check_types({name: tensor for name, tensor in _model_tensors(model) if name in ema}, meta_of(ema))
@@ -139,21 +142,22 @@ def check_ema_weights(model: nn.Module, ema: Mapping[str, Tensor], optimizer: Ma
 def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
     """Return the optimizer's state as `{"parameter.name/exp_avg": tensor, "parameter.name/step": ...}`.
 
-    Learning rate and other hyperparameters are not included: they are functions of config and step.
+    Learning rate and other hyperparameters are not included, since they follow from config and step.
     """
     entries: dict[str, Tensor] = {}
     for name, parameter in _optimized_parameters(optimizer, model).items():
         state = {key: value for key, value in optimizer.state.get(parameter, {}).items() if value is not None}
-        if not state:  # before the first step; stored explicitly, so that a missing entry is always an error
+        if not state:  # stored explicitly before the first step, so that a missing entry is always an error
             entries[f"{name}/{NO_STATE}"] = torch.empty(0)
         entries |= {f"{name}/{key}": value.detach() for key, value in state.items()}
     return entries
 
 
 def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Restore what `optimizer_state` returned, into an optimizer over the same parameters in any order.
+    """Restore a state from `optimizer_state` into an optimizer with the same parameters, in any order.
 
-    If names, dtypes or shapes differ from the optimizer's, a `DataError` is raised and nothing changed.
+    Raises:
+        DataError: Names, dtypes or shapes differ from the optimizer's. Nothing was changed.
     """
     parameters = _optimized_parameters(optimizer, model)
     check_optimizer_entries({name: parameter.shape for name, parameter in parameters.items()}, tensors)
@@ -162,16 +166,17 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module, ten
         name, _, key = entry.rpartition("/")
         if key != NO_STATE:
             states[name][key] = tensor.clone()  # the optimizer may keep this tensor and update it in place
-    # By number, which is a parameter's place in the groups. `load_state_dict` moves each tensor to the device and dtype
+    # Keys are numbers: a parameter's place in the groups. `load_state_dict` moves each tensor to the device and dtype
     # that the optimizer's implementation expects.
     state = {number: entries for number, entries in enumerate(states.values()) if entries}
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def check_optimizer_entries(shapes: Mapping[str, torch.Size], tensors: Mapping[str, Tensor]) -> None:
-    """Check entries, as `optimizer_state` returns them, against the shape of each parameter by clean name.
+    """Check entries from `optimizer_state` against the shape of each parameter, given by clean name.
 
-    It is a `DataError` if they are of other parameters, or a dtype or shape does not match.
+    Raises:
+        DataError: The entries belong to other parameters, or a dtype or shape does not match.
     """
     _check_names("the optimizer", shapes.keys(), {entry.rpartition("/")[0] for entry in tensors})
     for entry, tensor in meta_of(tensors).items():
@@ -190,7 +195,7 @@ def _model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _optimized_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters by clean name, in the order of its groups."""
+    """Return the optimizer's parameters by clean name, in the order of the optimizer's groups."""
     names = {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     assert all(id(parameter) in names for parameter in parameters), "the optimizer holds parameters of another model"
@@ -205,7 +210,7 @@ def _check_types(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -
 
 
 def _describe(tensor: Tensor) -> str:
-    """Return dtype and shape, such as `float32 [4, 8]`."""
+    """Return dtype and shape as text, e.g. `float32 [4, 8]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')} {short_repr(list(tensor.shape))}"
 
 
@@ -216,6 +221,6 @@ def _check_names(owner: str, expected: Any, saved: Any) -> None:
 
 
 def _join(names: list[str]) -> str:
-    """Return the first four names and the number of the others."""
+    """Join the first four names, and add how many more there are."""
     text = ", ".join(map(display_name, names[:4])) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
     return text or "none"

@@ -1,9 +1,9 @@
 """Folder of checkpoints that never loses its last valid one.
 
-A save has this order: create a temporary folder; write and fsync its files, from any number of processes; then, in one
-process, write and fsync the manifest, rename the folder to `step-00000100`, fsync the parent folder, and only then
-remove what `Retention` does not keep. So each `step-*` folder is complete at every instant, even after a power failure.
-Which checkpoint is the newest is found by listing the folder and never stored.
+A save creates a temporary folder, and any number of processes write and fsync their files in it. Then one process
+writes and fsyncs the manifest, renames the folder to `step-00000100` and fsyncs the parent folder. Only then does it
+remove the checkpoints that `Retention` does not keep. So each `step-*` folder is complete at every instant, even after
+a power failure. We never store which checkpoint is the newest: we list the folder to find it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from mmldlm.utils.files import FileInfo, file_info, fsync, make_folder, wait_unt
 
 FileContent = Callable[[Path], None] | bytes  # a function that writes the file at the given path, or its bytes
 
-_VISIBLE_TIMEOUT_S = 10.0  # network file systems show another machine's files with a delay
+_VISIBLE_TIMEOUT_S = 10.0  # a network file system may show another machine's files with a delay
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 class CheckpointStore:
     """Checkpoints of one run in `folder`.
 
-    Only the holder of the run's `RunLock` writes, so temporary folders that it finds were left by killed processes.
+    Only the holder of the run's `RunLock` writes. So if it finds a temporary folder, a killed process has left it.
     Other processes may read at the same time.
     """
 
@@ -50,13 +50,14 @@ class CheckpointStore:
     # --- writing ------------------------------------------------------------------------------------------
 
     def begin(self, step: int, needed_bytes: int) -> Path:
-        """Create a temporary folder for the files of a checkpoint, readable by the owner only, and return it.
+        """Create a temporary folder for the files of a checkpoint, readable only by the owner, and return it.
 
-        A disk with less than `needed_bytes` free, or that cannot be written, is a `StorageError`.
+        Raises:
+            StorageError: The disk has less than `needed_bytes` free, or cannot be written.
         """
         with self._saving(step):
             make_folder(self.folder)
-            for path in self._entries():  # leftovers, which take space on the disk
+            for path in self._entries():  # leftovers that take space on the disk
                 if path.name.startswith((".old-", ".tmp-")):
                     shutil.rmtree(path, ignore_errors=True)
             free = shutil.disk_usage(self.folder).free
@@ -75,11 +76,13 @@ class CheckpointStore:
         info: Mapping[str, Any],
         tensors: Mapping[str, TensorGroup],
     ) -> Path:
-        """Publish the checkpoint in `temporary` and return its folder; remove those that the policy does not keep.
+        """Publish the checkpoint in `temporary` and return its folder. Remove checkpoints that the policy drops.
 
         If the step exists already, the new folder is `step-00000100.1`, and the old one is removed afterwards. `files`
-        are what `write_files` returned, of all processes. If one is missing or has another size, or writing fails, it
-        is a `StorageError`, and existing checkpoints are unchanged.
+        has the results of `write_files` from all processes.
+
+        Raises:
+            StorageError: A file is missing or has another size, or writing fails. Existing checkpoints are unchanged.
         """
         with self._saving(step):
             for name, file in files.items():
@@ -95,7 +98,7 @@ class CheckpointStore:
         return self.publish(temporary, step)
 
     def publish(self, temporary: Path, step: int) -> Path:
-        """Publish a complete checkpoint in `temporary`, with its manifest; otherwise as `commit`."""
+        """Publish a complete checkpoint in `temporary`, which has its manifest already. Otherwise like `commit`."""
         with self._saving(step):
             make_folder(self.folder)
             revisions = [revision for number, revision in self._numbered() if number == step]
@@ -113,42 +116,45 @@ class CheckpointStore:
             raise StorageError(f"cannot save step {step} in {self.folder}: {error.strerror or error}") from error
 
     def _prune(self, saved: int) -> None:
-        """Remove all checkpoints except the newest revisions of step `saved` and of each other step that is kept."""
+        """Remove all checkpoints except the newest revision of step `saved` and of each other step to keep."""
         newest, removed = self.by_step(), []
         losses = {step: self.validation_loss(path) for step, path in newest.items()} if self.retention.best else {}
         kept = {newest[step] for step in self.retention.steps_to_keep(saved, newest.keys() - {saved}, losses)}
         for path in self.paths():
             if path not in kept:
-                # Renaming hides the folder atomically: a reader never finds a checkpoint that is half removed.
+                # Renaming hides the folder atomically, so that no reader finds a half-removed checkpoint.
                 removed.append(path.with_name(f".old-{path.name}"))
-                # A leftover of an earlier attempt, onto which the rename would fail.
+                # Remove the leftover of an earlier attempt, since the rename onto it would fail.
                 shutil.rmtree(removed[-1], ignore_errors=True)
                 path.rename(removed[-1])
         if removed:
-            fsync(self.folder)  # else a power failure could bring a half-removed checkpoint back
+            fsync(self.folder)  # otherwise a power failure could bring a half-removed checkpoint back
         for path in removed:
             shutil.rmtree(path)
 
     # --- reading ------------------------------------------------------------------------------------------
 
     def newest(self, repair: bool = True) -> Checkpoint | None:
-        """Return the newest checkpoint that passes verification; None if the folder never had a checkpoint.
+        """Return the newest checkpoint that passes verification, or None if the folder never had a checkpoint.
 
-        Damaged ones become `damaged-step-*`; without `repair`, for readers of a running run, they are skipped. If all
-        are damaged, it is a `DataError`: only the user may decide to start over.
+        Damaged ones are renamed to `damaged-step-*`. Readers of a running run pass `repair=False`, which only skips
+        them.
+
+        Raises:
+            DataError: All checkpoints are damaged. Only the user may decide to start over.
         """
         vanished, paths = False, self.paths()
         for path in paths:
             try:
                 return verify_checkpoint(path)
             except DataError as error:
-                if not path.exists():  # pruned while it was read
+                if not path.exists():  # the run removed it while we read it
                     vanished = True
                     continue
                 log.warning("checkpoint %s is damaged, trying an older one: %s", path.name, error)
                 if repair:
                     self._set_aside(path, "damaged")
-        # Listing a folder is not atomic: while a run writes, it may show neither the pruned nor the new checkpoint.
+        # Listing a folder is not atomic. While a run writes, we may see neither the removed nor the new checkpoint.
         damaged = self.paths()
         if vanished or not set(damaged) <= set(paths):
             return self.newest(repair)
@@ -159,20 +165,20 @@ class CheckpointStore:
         return None
 
     def set_aside_after(self, step: int) -> None:
-        """Rename the checkpoints after `step` to `superseded-*`; -1 renames all.
+        """Rename the checkpoints after `step` to `superseded-*`. -1 renames all of them.
 
-        A resume from an older checkpoint needs this: otherwise `newest` would return one of the abandoned branch.
+        A resume from an older checkpoint needs this, since `newest` would return a checkpoint of the abandoned branch.
         """
         for (saved, _), path in reversed(self._numbered().items()):
             if saved > step:
                 self._set_aside(path, "superseded")
 
     def paths(self) -> list[Path]:
-        """Return all checkpoint folders, unverified, newest first."""
+        """Return all checkpoint folders, newest first. They are not verified."""
         return [*reversed(self._numbered().values())]
 
     def by_step(self) -> dict[int, Path]:
-        """Return the newest revision of each step's checkpoint, unverified."""
+        """Return the newest revision of each step's checkpoint. They are not verified."""
         return {step: path for (step, _), path in self._numbered().items()}
 
     def _numbered(self) -> dict[tuple[int, int], Path]:
@@ -182,7 +188,7 @@ class CheckpointStore:
 
     @staticmethod
     def validation_loss(path: Path) -> float | None:
-        """Return the validation loss that a checkpoint has in its manifest."""
+        """Return the validation loss in a checkpoint's manifest."""
         return read_manifest(path).get("info", {}).get("validation_loss")
 
     def _entries(self) -> list[Path]:
@@ -196,10 +202,12 @@ class CheckpointStore:
 
 
 def write_files(folder: Path, files: Mapping[str, FileContent]) -> dict[str, FileInfo]:
-    """Write and fsync files in the folder that `CheckpointStore.begin` returned, readable by the owner only.
+    """Write and fsync files in the folder from `CheckpointStore.begin`, readable only by the owner.
 
-    Return size and hash of each, for `CheckpointStore.commit`. A name that is not a plain relative path is a
-    `DataError`.
+    Return the size and hash of each file, for `CheckpointStore.commit`.
+
+    Raises:
+        DataError: A name is not a plain relative path.
     """
     for name in files:
         check_name(name)
@@ -207,7 +215,8 @@ def write_files(folder: Path, files: Mapping[str, FileContent]) -> dict[str, Fil
     try:
         for name, content in files.items():
             path = folder / name
-            for parent in reversed(PurePosixPath(name).parents[:-1]):  # not `folder`: it is gone if the run was moved
+            # Do not recreate `folder`: it is gone if the run was moved.
+            for parent in reversed(PurePosixPath(name).parents[:-1]):
                 (folder / parent).mkdir(mode=0o700, exist_ok=True)
             if isinstance(content, bytes):
                 path.write_bytes(content)

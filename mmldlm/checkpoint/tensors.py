@@ -1,4 +1,4 @@
-"""Reading and writing of the safetensors files of a checkpoint."""
+"""Read and write the safetensors files of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from mmldlm.utils.short_repr import display_name, short_repr, truncate
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` to a safetensors file; if one has non-finite values, raise `NumericalError` and create none."""
+    """Write `tensors` to a safetensors file. Raises `NumericalError` before writing if a value is not finite."""
     host_tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
         host = tensor.detach().cpu().contiguous()
         if host.is_floating_point() and host.numel() and not _is_finite(host):
             raise NumericalError(f"{name} has non-finite values: not saved to {path.name}")
-        # Tensors that share memory are written separately: safetensors does not support shared storage.
+        # Copy tensors that share memory, because safetensors does not support shared storage.
         storage = host.untyped_storage().data_ptr()
         host_tensors[name] = host.clone() if storage in storages else host
         storages.add(storage)
     try:
         path.touch()
-        mode = path.stat().st_mode  # by the umask, unlike that of the file which safetensors puts in its place
+        mode = path.stat().st_mode  # permissions by the umask, since safetensors replaces the file with its own
         save_file(host_tensors, path)
         path.chmod(mode)
     except (SafetensorError, OSError) as error:
@@ -44,21 +44,23 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 def _is_finite(tensor: Tensor) -> bool:
     """Return whether a contiguous tensor on the host has neither NaN nor infinities.
 
-    By numpy, which uses this thread alone. A parallel operator of torch in the thread that writes a checkpoint would
-    start a second OpenMP team, and from then on libgomp would put the training's threads to sleep at every barrier.
+    We use numpy, because it works in this thread alone. A parallel operator of torch in the thread that writes a
+    checkpoint would start a second OpenMP team. From then on, libgomp would put the training's threads to sleep at
+    every barrier.
     """
-    if tensor.dtype == torch.bfloat16:  # which numpy does not know: all bits of the exponent are set
+    # Numpy lacks this type: a value is not finite if all bits of the exponent are set.
+    if tensor.dtype == torch.bfloat16:
         return bool((tensor.view(torch.int16).numpy() & 0x7FFF).max() < 0x7F80)
     values = tensor.numpy()
-    return bool(np.isfinite(values.min()) and np.isfinite(values.max()))  # NaN is the minimum of what has one
+    return bool(np.isfinite(values.min()) and np.isfinite(values.max()))  # the minimum of values with a NaN is NaN
 
 
 class TensorSource(Mapping[str, Tensor]):
-    """Tensors by name, of which each, or a part of it, is made on access."""
+    """Tensors by name. A tensor, or a part of it, is created on access."""
 
     @abstractmethod
     def meta(self) -> dict[str, Tensor]:
-        """Return dtype and shape of every tensor, as tensors without data."""
+        """Return tensors without data that have the dtypes and shapes of all tensors."""
 
     @abstractmethod
     def read(self, name: str, start: int, stop: int) -> Tensor:
@@ -66,9 +68,9 @@ class TensorSource(Mapping[str, Tensor]):
 
 
 class TensorFiles(TensorSource):
-    """Tensors of one group of a verified checkpoint by name, read from disk on access, whole or in part.
+    """Tensors of one group of a verified checkpoint, by name. They are read from disk on access, whole or in part.
 
-    A file is opened when the first slice in it is read.
+    A file is opened when its first slice is read.
     """
 
     def __init__(self, tensors: Mapping[str, tuple[SlicedTensor, _Files]]):
@@ -76,7 +78,7 @@ class TensorFiles(TensorSource):
 
     @classmethod
     def open(cls, checkpoint: Checkpoint, group: str) -> TensorFiles:
-        """Return the tensors of `group`; DataError if there is no such group."""
+        """Return the tensors of `group`. Raises DataError if there is no such group."""
         tensors = cls.find(checkpoint, group)
         if tensors is None:
             groups = truncate(", ".join(checkpoint.tensors), 400)
@@ -85,7 +87,7 @@ class TensorFiles(TensorSource):
 
     @classmethod
     def find(cls, checkpoint: Checkpoint, group: str) -> TensorFiles | None:
-        """Return the tensors of `group` as `open` does, but None if the checkpoint has none."""
+        """Return the tensors of `group` like `open`, but None if there is no such group."""
         sliced = checkpoint.tensors.get(group)
         if sliced is None:
             return None
@@ -95,7 +97,7 @@ class TensorFiles(TensorSource):
 
     @classmethod
     def of_file(cls, path: Path) -> TensorFiles:
-        """Return the tensors of a file; DataError if it is not safetensors."""
+        """Return the tensors of a file. Raises DataError if it is not safetensors."""
         files = _Files([path])
         return cls({name: (SlicedTensor(dtype, shape, ((0, 0),)), files) for name, dtype, shape in files.entries()})
 
@@ -104,11 +106,11 @@ class TensorFiles(TensorSource):
         return TensorFiles({name: entry for name, entry in self._tensors.items() if predicate(name)})
 
     def overlay(self, other: TensorFiles) -> TensorFiles:
-        """Return these tensors with those of `other`, which replace equal names."""
+        """Return these tensors, replaced or completed by the tensors of `other`."""
         return TensorFiles({**self._tensors, **other._tensors})
 
     def with_empty(self, names: Sequence[str]) -> TensorFiles:
-        """Return these tensors and float32 tensors without elements."""
+        """Return these tensors and an empty float32 tensor for each of `names`."""
         empty = SlicedTensor("F32", (0,), ()), _Files([])
         return TensorFiles({**self._tensors, **dict.fromkeys(names, empty)})
 
@@ -119,9 +121,10 @@ class TensorFiles(TensorSource):
         }
 
     def read(self, name: str, start: int, stop: int) -> Tensor:
-        """Return elements [start, stop) in row-major order, 1-D, reading no other rows.
+        """Return elements [start, stop) in row-major order, 1-D, without reading other rows.
 
-        A file that is not safetensors, or does not have the slice that the manifest says, is a `DataError`.
+        Raises:
+            DataError: A file is not safetensors, or lacks the slice that the manifest names.
         """
         tensor, files = self._tensors[name]
         parts = []
@@ -146,7 +149,7 @@ class TensorFiles(TensorSource):
 
 
 def meta_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return tensors with the names, dtypes and shapes of `tensors`, without making those of a `TensorSource`."""
+    """Return tensors without data that have the names, dtypes and shapes of `tensors`, without reading any."""
     return tensors.meta() if isinstance(tensors, TensorSource) else tensors
 
 
@@ -158,9 +161,9 @@ def read_range(tensors: Mapping[str, Tensor], name: str, start: int, stop: int) 
 
 
 class _Files:
-    """Safetensors files of a group by number, opened on access; they are memory-mapped, so no file stays open.
+    """Safetensors files of a group by number, opened on access. They are memory-mapped, so no file stays open.
 
-    With `verified`, the names of a manifest, a file that is not among them is a `DataError`.
+    `verified` has the file names of a manifest. Raises `DataError` for a file that is not among them.
     """
 
     def __init__(self, paths: Sequence[Path], verified: Collection[str] | None = None):
@@ -168,7 +171,7 @@ class _Files:
         self._open: dict[int, Any] = {}
 
     def entries(self) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Yield name, dtype and shape of every tensor in the first file; DataError if it is not safetensors."""
+        """Yield name, dtype and shape of every tensor in the first file. Raises DataError if it is not safetensors."""
         file = self._get(0)
         for name in file.keys():  # noqa: SIM118 - not a mapping
             part = file.get_slice(name)
@@ -177,7 +180,7 @@ class _Files:
             yield name, dtype, tuple(part.get_shape())
 
     def read(self, index: int, name: str, dtype: str, shape: tuple[int, ...], within: slice) -> Tensor:
-        """Return elements of the slice of a tensor in a file, 1-D; DataError unless it has this dtype and shape."""
+        """Return elements of a tensor's slice in a file, 1-D. Raises DataError unless it has this dtype and shape."""
         file = self._get(index)
         try:
             part = file.get_slice(name)

@@ -1,4 +1,4 @@
-"""Metrics on held-out documents, each with its baseline; docs/evaluation.md has the definitions."""
+"""Metrics on held-out documents, each with its baseline. docs/evaluation.md defines them."""
 
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.statistics import BITS, cosine

@@ -1,4 +1,4 @@
-"""Linear models of the bag of tokens, which know neither order nor context: what a trained network has to exceed.
+"""Linear models of the bag of tokens. They know neither order nor context, so a trained network should beat them.
 
 Shape letters: n documents, V vocabulary, M latent tokens, C latent channels, D = M C features, b documents of a
 mini-batch.
@@ -16,8 +16,8 @@ from torch import Tensor
 from mmldlm.data.nearest import draw_samples, sparse_counts
 from mmldlm.evaluation.evaluator import Evaluation
 
-MAX_SAMPLES = 20_000  # training samples that a control is fitted on, drawn at random
-VALIDATION_SAMPLES = 1000  # validation samples that decide when to stop
+MAX_SAMPLES = 20_000  # a control is fitted on this many random training samples
+VALIDATION_SAMPLES = 1000  # this many validation samples decide when to stop fitting
 RIDGE_PENALTY = 1.0
 CG_STEPS = 50
 EPOCHS, BATCH, LEARNING_RATE = 20, 128, 5e-3
@@ -26,8 +26,8 @@ EPOCHS, BATCH, LEARNING_RATE = 20, 128, 5e-3
 def bag_of_words_nats(evaluation: Evaluation) -> np.ndarray:
     """Return the nats of each document under a log-linear model of its tokens given its latent (collective).
 
-    Each token is drawn independently from softmax(W z + b), z being the standardized latent. Fitted on training samples
-    by Adam until the likelihood of validation samples falls. float64 [n].
+    Each token is drawn independently from softmax(W z + b), where z is the standardized latent. The model is fitted to
+    training samples with Adam until the likelihood of validation samples falls. Returns float64 [n].
     """
     nats = np.zeros(len(evaluation.ids))
     with evaluation.processes.raise_on_all_ranks("bag of words given the latent"):
@@ -38,9 +38,9 @@ def bag_of_words_nats(evaluation: Evaluation) -> np.ndarray:
 
 
 def ridge_latents(evaluation: Evaluation) -> np.ndarray:
-    """Return linear predictions float32 [n, M, C] of latents from token counts, by ridge regression (collective).
+    """Predict latents from token counts by ridge regression (collective).
 
-    They are on the encoder's scale.
+    Returns float32 [n, M, C] on the encoder's scale.
     """
     predicted = np.zeros(evaluation.raw_latents.shape)
     with evaluation.processes.raise_on_all_ranks("ridge regression of the latent"):
@@ -52,7 +52,7 @@ def ridge_latents(evaluation: Evaluation) -> np.ndarray:
 
 
 def _draw(evaluation: Evaluation, split_name: str, count: int) -> tuple[list[np.ndarray], Tensor]:
-    """Return the tokens of up to `count` samples of a split, and their standardized latents [n, D]."""
+    """Draw up to `count` samples of a split. Return their tokens and standardized latents [n, D]."""
     split = evaluation.good_split(split_name)
     drawn = np.sort(draw_samples(split, count, np.random.default_rng(evaluation.config.seed)))
     _, texts, latents = split.samples(drawn)
@@ -71,7 +71,7 @@ def _with_bias(counts: Tensor) -> Tensor:
 def _ridge(features: Tensor, targets: Tensor) -> Tensor:
     """Return the W [V, D] that minimizes |features W - targets|^2 + penalty |W|^2, by conjugate gradients.
 
-    All columns are solved side by side, preconditioned by the diagonal (Saad, Iterative Methods for Sparse Linear
+    All columns are solved at the same time, preconditioned by the diagonal (Saad, Iterative Methods for Sparse Linear
     Systems, 2nd edition, algorithm 9.1).
     """
     transposed = features.t().coalesce()
@@ -91,7 +91,7 @@ def _ridge(features: Tensor, targets: Tensor) -> Tensor:
 
 
 def _fit_log_linear(evaluation: Evaluation) -> tuple[Tensor, Tensor]:
-    """Return the weights [D, V] and biases [V] with the best likelihood of validation samples, see the caller."""
+    """Fit `bag_of_words_nats`. Return the weights [D, V] and biases [V] with the best validation likelihood."""
     tokens, latents = _draw(evaluation, "train", MAX_SAMPLES)
     held_tokens, held_latents = _draw(evaluation, "validation", VALIDATION_SAMPLES)
     counts, held_counts = _counts(tokens, evaluation), _counts(held_tokens, evaluation)
@@ -117,7 +117,7 @@ def _fit_log_linear(evaluation: Evaluation) -> tuple[Tensor, Tensor]:
 
 
 def _log_linear_nats(model: tuple[Tensor, Tensor], latents: Tensor, counts: Tensor) -> Tensor:
-    """Return the nats of the tokens of b texts, by occurrence; `counts` is sparse [b, V]."""
+    """Return the nats of each token occurrence in b texts. `counts` is sparse [b, V]."""
     log_p = F.log_softmax(latents @ model[0] + model[1], -1)
     rows, columns = counts.coalesce().indices()
     return -log_p[rows, columns] * counts.coalesce().values()

@@ -1,7 +1,7 @@
 """`Evaluation`: the documents to measure on, their baseline latents, and generation distributed over all ranks.
 
-The micro-batches do not depend on the number of ranks, each one is computed by a single rank, and noise is keyed by the
-document's index. So one and three ranks compute the same bits, if each uses the same number of threads.
+Micro-batches do not depend on the number of ranks, a single rank computes each of them, and noise is keyed by the
+document's index. So one rank and three ranks compute the same bits, if each uses the same number of threads.
 
 Shape letters: n documents or texts, M latent tokens, C latent channels.
 """
@@ -30,11 +30,11 @@ from mmldlm.run.load import LoadedRun
 from mmldlm.utils.progress import Progress
 
 ENCODER_BATCH_SIZE = 64  # texts
-MEAN_SAMPLES = 5000  # training samples, or all if they are fewer
-_UNIGRAM = len(MODES)  # key of the random stream of unigram texts; the modes have the keys below
+MEAN_SAMPLES = 5000  # use this many training samples, or all if there are fewer
+_UNIGRAM = len(MODES)  # key of the random stream for unigram texts, above the keys of the modes
 
 _T = TypeVar("_T")
-# The latent to condition on: the document's own, another document's, the mean of all, or none (noise).
+# The latent to condition on: the document's own one, another document's, the mean of all, or none (noise).
 Condition = Literal["own", "shuffled", "mean", "none"]
 
 
@@ -43,9 +43,9 @@ class EvaluationConfig:
     """Which documents are measured, and how many draws and generations they get."""
 
     split: str = "test"
-    samples: int = 1000  # documents of the likelihood bound, and candidates of the retrieval
+    samples: int = 1000  # documents for the likelihood bound, and candidates for retrieval
     texts: int = 200  # texts to generate from the latents of documents, and from noise
-    times: int = 4  # noise times per document, one in each of as many equal parts of [0, 1]
+    times: int = 4  # noise times per document: [0, 1] is cut into this many equal parts, with one time in each
     seed: int = 0
     batch: int = 64  # documents per micro-batch
 
@@ -56,11 +56,11 @@ class GeneratedSamples:
 
     latents: np.ndarray  # float32 [n, M, C], standardized
     tokens: list[list[int]]
-    passes: float  # of the network, by sample
+    passes: float  # passes of the network, by sample
 
 
 def check_num_samples(count: int, split: str, store: Store) -> None:
-    """Raise `DataError` for fewer documents than confidence intervals and baselines need."""
+    """Raise `DataError` if there are too few documents for confidence intervals and baselines."""
     if count < 2:
         raise DataError(f"{store.path}: split {split} has {count} samples, expected at least 2")
 
@@ -71,11 +71,11 @@ class Evaluation:
     Methods that run the network are collective.
 
     Args:
-        processes: The ranks that share the work; by default this process alone.
-        ids: Indices in the split of documents known to be good; by default they are drawn with `config.seed`. A split
-            with fewer than two documents is a `DataError` then.
-        progress: Reports the micro-batches of this rank; by default silent.
-        chooses: Whether the encoder chooses among texts of several lengths; otherwise their likelihood does.
+        processes: The ranks that share the work, by default only this process.
+        ids: Indices in the split of documents known to be good. By default they are drawn with `config.seed`. Then a
+            split with fewer than two documents raises `DataError`.
+        progress: Reports the micro-batches of this rank. By default it is silent.
+        chooses: Whether the encoder chooses among texts of several lengths. Otherwise their likelihood decides.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Evaluation:
         self.chooses = chooses
         self.progress = progress or Progress(enabled=False)
         self.run, self.config, self.processes = run, config, processes or Collectives()
-        # Where a forward pass is collective, all ranks run equally many, whatever the lengths of their texts.
+        # If a forward pass is collective, all ranks run the same number, whatever the lengths of their texts.
         self._every_step = self.processes.shards_parameters
         self._good_splits = {} if ids is None else {name: run.store.split(name) for name in ("train", config.split)}
         self.split = self.good_split(config.split)
         rng = np.random.default_rng(config.seed)
-        # Neighbors in a store come from one source, so the documents are drawn: the first few are a fair sample, too.
+        # Neighbors in a store come from one source. We draw documents at random, so the first few are a fair sample.
         self.ids = draw_samples(self.split, config.samples, rng) if ids is None else np.asarray(ids, np.int64)
         count = len(self.ids)
         if ids is None:
@@ -107,20 +107,20 @@ class Evaluation:
         latents = run.store.standardize(self.raw_latents)
         cycle = rng.permutation(count)
         other = np.empty(count, np.int64)
-        other[cycle] = np.roll(cycle, 1)  # a single cycle through all documents: no fixed point
+        other[cycle] = np.roll(cycle, 1)  # a single cycle through all documents, so that no document keeps its latent
         self.latents: dict[Condition, np.ndarray] = {"own": latents, "shuffled": latents[other]}
-        if latents.shape[1] == 1:  # over all tokens the mean is the origin of the standardized space
+        if latents.shape[1] == 1:  # in the standardized space, the mean over all tokens is the origin
             self.latents["mean"] = np.zeros_like(latents)
 
     def good_split(self, name: str) -> Split:
-        """Return a split without its bad samples, as far as the run leaves them out."""
-        if name not in self._good_splits:  # a split is verified once
+        """Return a split without its bad samples, if the run leaves them out."""
+        if name not in self._good_splits:  # verify a split only once
             store = drop_bad_samples(self.run.store, name, self.run.config.data.max_bad_samples)
             self._good_splits[name] = store.split(name)
         return self._good_splits[name]
 
     def given_latents(self, condition: Condition) -> np.ndarray:
-        """Return standardized latents, float32 [n, M, C]: "mean" is of each latent token, "none" of that size alone."""
+        """Return standardized latents, float32 [n, M, C]. "mean" averages each latent token. "none" only has a size."""
         if condition == "mean" and condition not in self.latents:
             split, rng = self.good_split("train"), np.random.default_rng(self.config.seed)
             latents = split.samples(np.sort(draw_samples(split, MEAN_SAMPLES, rng)))[2]
@@ -130,22 +130,22 @@ class Evaluation:
 
     @property
     def num_texts(self) -> int:
-        """Number of documents, counted from the first, for which texts are generated."""
+        """Number of documents for which texts are generated, counted from the first."""
         return min(self.config.texts, len(self.ids))
 
     # --- distribution over ranks ----------------------------------------------------------------------------
 
     def batches(self, condition: Condition, count: int | None = None) -> Iterator[tuple[bool, Batch]]:
-        """Yield (counted, micro-batch) of this rank's part of the first `count` documents.
+        """Yield (counted, micro-batch) for this rank's part of the first `count` documents.
 
-        The slots of a micro-batch are document indices. Where a forward pass is collective, a rank without work left
-        repeats a micro-batch that is not counted.
+        The slots of a micro-batch are document indices. If a forward pass is collective, a rank that has no work left
+        repeats a micro-batch, with `counted` false.
         """
         for counted, slots in self._track(self._local_slots(self.lengths[:count])):
             yield counted, self._batch(condition, slots)
 
     def draws(self, condition: Condition) -> Iterator[tuple[int, bool, Batch]]:
-        """Yield (draw, counted, micro-batch) of this rank's part of all documents, for each of `times` draws."""
+        """Yield (draw, counted, micro-batch) for this rank's part of all documents, for each of the `times` draws."""
         work = [(draw, *item) for draw in range(self.config.times) for item in self._local_slots(self.lengths)]
         for draw, counted, slots in self._track(work):
             yield draw, counted, self._batch(condition, slots)
@@ -160,13 +160,13 @@ class Evaluation:
         return self.progress.track(work, "micro-batches", len(work))
 
     def _local_slots(self, lengths: np.ndarray) -> list[tuple[bool, np.ndarray]]:
-        """Return (counted, slots) of this rank's micro-batches, in which samples of similar `lengths` are together."""
+        """Return (counted, slots) for this rank's micro-batches. Each has samples of similar `lengths`."""
         size, order = self.config.batch, np.argsort(lengths, kind="stable")
         micro_batches = [order[start : start + size] for start in range(0, len(order), size)]
         return [(counted, slots) for _, slots, counted in self.processes.local_items(micro_batches)]
 
     def sum_over_ranks(self, values: np.ndarray) -> np.ndarray:
-        """Return the float64 sum of all ranks' arrays, each of them zero but for the rank's part (collective)."""
+        """Return the float64 sum of all ranks' arrays. Each array is zero outside of its rank's part (collective)."""
         return self.processes.sum(torch.from_numpy(values), "results of the evaluation").numpy()
 
     # --- generation -----------------------------------------------------------------------------------------
@@ -176,10 +176,10 @@ class Evaluation:
     ) -> GeneratedSamples:
         """Generate latents and tokens for the first `count` documents (collective).
 
-        With their lengths; with `own_length`, which l2t has, as `mmldlm sample` does, with lengths of the network's
-        own. The encoder chooses among them, if `self.chooses`.
+        Texts get the documents' lengths. With `own_length` (only in l2t), the network finds the lengths, as in `mmldlm
+        sample`, and with `self.chooses` the encoder chooses among the texts.
         """
-        if mode == "joint":  # which has no condition to be guided to
+        if mode == "joint":  # without a condition there is nothing to guide to
             sampling = replace(sampling, guidance=1.0)
         latents = self.given_latents(condition)
         return self._generate(mode, self.tokens[:count], self.prefixes, latents, sampling, own_length)
@@ -187,7 +187,7 @@ class Evaluation:
     def generate_latents(
         self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig, prefixes: Sequence[Sequence[int]] | None = None
     ) -> np.ndarray:
-        """Generate the standardized latents [n, M, C] of texts given as tokens, in t2l (collective)."""
+        """Generate standardized latents [n, M, C] for texts given as tokens, in t2l (collective)."""
         empty = np.zeros((len(tokens), *self.raw_latents.shape[1:]), np.float32)
         return self._generate("t2l", tokens, prefixes or [()] * len(tokens), empty, sampling).latents
 
@@ -201,11 +201,11 @@ class Evaluation:
         sampling: SamplingConfig,
         own_length: bool = False,
     ) -> GeneratedSamples:
-        """Generate from latents, with lengths or in t2l the tokens of `given_tokens`."""
+        """Generate from latents. In t2l, `given_tokens` are the texts. Otherwise their lengths are used."""
         run, count, text = self.run, len(given_tokens), self.run.objective.text
         lengths = np.array([len(tokens) for tokens in given_tokens])
         latents = np.zeros((count, *self.raw_latents.shape[1:]))
-        # float64 holds every token id and length exactly, so that one sum over the ranks can merge them.
+        # float64 represents every token id and length exactly, so one sum over the ranks can merge them.
         longest = run.store.manifest.max_length if own_length else lengths.max()
         texts, passes = np.zeros((count, 1 + longest)), 0.0
         sampler = run.sampler(sampling, every_step=self._every_step)
@@ -235,32 +235,32 @@ class Evaluation:
 
     @cached_property
     def token_counts(self) -> np.ndarray:
-        """Counts of the tokens in the texts of the training split, float64 [V]; with prefixes of 100,000 of them."""
+        """Token counts in the training split's texts, float64 [V]. For data with prefixes, in 100,000 of the texts."""
         store = self.run.store
         counts = self._training_texts.token_counts if store.manifest.has_prefixes else store.token_counts
         return counts.astype(np.float64)
 
     def unigram_tokens(self, count: int) -> list[list[int]]:
-        """Return texts of the first `count` documents' lengths, drawn by the training split's token frequencies.
+        """Draw texts with the lengths of the first `count` documents by the training split's token frequencies.
 
-        A baseline that knows the vocabulary and nothing else.
+        This baseline knows the vocabulary and nothing else.
         """
         lengths = self.lengths[:count]
         streams = SampleStreams(self.config.seed, _UNIGRAM, torch.arange(count))
         uniforms = streams.uniform(1, lengths.tolist())[0].numpy()
         mass = self.token_counts.cumsum()
-        # Inverse of the cumulative counts; "right" never returns a token with a count of 0.
+        # Invert the cumulative counts. side="right" never returns a token with a count of 0.
         drawn = np.searchsorted(mass, uniforms * mass[-1], side="right")
         return [part.tolist() for part in np.split(drawn, lengths.cumsum()[:-1])]
 
     def unigram_nats(self) -> np.ndarray:
-        """Return nats float64 [n] of the documents under the training split's token frequencies, add-one smoothed."""
+        """Return the documents' nats, float64 [n], under the training split's smoothed (+1) token frequencies."""
         counts = self.token_counts + 1
         log_p = np.log(counts / counts.sum())
         return np.array([-log_p[text].sum() for text in self.tokens])
 
     def marginal_length_nats(self) -> np.ndarray:
-        """Return nats float64 [n] of the documents' lengths under the training split's lengths, add-one smoothed."""
+        """Return the nats of the documents' lengths, float64 [n], under the training split's smoothed (+1) lengths."""
         store = self.run.store
         of_texts = store.manifest.has_prefixes
         lengths = self._training_texts.lengths.long().numpy() if of_texts else np.asarray(store.split("train").lengths)
@@ -275,7 +275,7 @@ class Evaluation:
 
     @cached_property
     def document_similarity(self) -> np.ndarray:
-        """Similarity of each document to the most similar training text, see `training_similarity`."""
+        """Similarity of each document to the most similar training text (see `training_similarity`)."""
         return self.training_similarity(self.tokens)
 
     def training_similarity(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -285,7 +285,7 @@ class Evaluation:
     def measure_texts(
         self, measure: Callable[[_T], Any], texts: Sequence[_T], numbers: int | None = None
     ) -> np.ndarray:
-        """Return the results of `measure` of all texts, float64 [n] or [n, `numbers`] (collective)."""
+        """Apply `measure` to all texts, and return float64 [n] or [n, `numbers`] (collective)."""
         values = np.zeros(len(texts) if numbers is None else (len(texts), numbers))
         local = range(self.processes.rank, len(texts), self.processes.world_size)
         for index in self.progress.track(local, "texts", len(local)):
@@ -297,9 +297,9 @@ class Evaluation:
         return self.run.tokenizer.decode_batch(tokens)
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Return the encoder's latents of `texts` on its own scale, float32 [n, M, C] (collective).
+        """Encode `texts`. Return latents on the encoder's own scale, float32 [n, M, C] (collective).
 
-        Rows of texts that it cannot encode are NaN.
+        The row of a text that cannot be encoded is NaN.
         """
         latents = np.zeros((len(texts), *self.raw_latents.shape[1:]))
         rank, world_size = self.processes.rank, self.processes.world_size

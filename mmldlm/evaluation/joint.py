@@ -1,7 +1,7 @@
 """Metrics of joint generation: texts and their latents from noise.
 
-There is no reference, so the generations are measured as a set: how predictable and how diverse the texts are, how the
-latents are distributed, and whether each text and its latent belong together.
+There is no reference, so we measure the generations as a set: how predictable and how diverse the texts are, how the
+latents are distributed, and whether each text fits its latent.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from mmldlm.evaluation.l2t import NUM_SHOWN_SAMPLES, memorization_metrics, reenc
 from mmldlm.evaluation.statistics import distinct, frechet_distance, repetition, token_entropy
 
 REPETITION_NGRAM = 4  # tokens
-_NOISE = len(MODES) + 1  # key of the random stream of noise latents, after the modes and the unigram texts
+_NOISE = len(MODES) + 1  # key of the random stream for noise latents, after the keys of the modes and of unigram texts
 
 
 def diversity_metrics(tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return entropy, distinct-n and repetition of texts.
 
-    All of them depend on the number and the lengths of the texts: compare only sets that agree in both.
+    All of them depend on the number and the lengths of the texts, so compare only sets with equal numbers and lengths.
     """
     return {
         "token_entropy": token_entropy(tokens),
@@ -35,15 +35,15 @@ def diversity_metrics(tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
 
 
 def frechet_metrics(evaluation: Evaluation, latents: np.ndarray) -> dict[str, Any]:
-    """Return the Frechet distance between standardized latents [n, M, C] and the true ones of the first n documents.
+    """Return the Frechet distance between standardized latents [n, M, C] and the first n documents' true latents.
 
-    Its baselines are the distances of n other documents' latents (`_true`) and of white noise (`_noise`). All are None
-    if n is too small.
+    The baselines are the distances of n other documents' latents (`_true`) and of white noise (`_noise`). If n is too
+    small, all distances are None.
     """
     count, features = len(latents), latents[0].size
     rows = latents.reshape(count, -1)
     truth = evaluation.latents["own"].reshape(len(evaluation.ids), -1)
-    # Disjoint from the reference: the distance between two sets of true latents shows the bias of few samples.
+    # Take other documents than the reference: the distance between two true sets shows the bias of few samples.
     others = truth[count : 2 * count]
     min_samples = features + 1
     metrics: dict[str, Any] = dict.fromkeys(("frechet_distance", "frechet_distance_true", "frechet_distance_noise"))
@@ -59,7 +59,7 @@ def frechet_metrics(evaluation: Evaluation, latents: np.ndarray) -> dict[str, An
 
 
 def joint_metrics(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the joint metrics of generated texts with the lengths of held-out documents (collective).
+    """Return the joint metrics, for texts generated with the lengths of held-out documents (collective).
 
     Keys with `_true` are measured on the held-out documents, keys with `_unigram` on tokens drawn by frequency.
     """

@@ -1,4 +1,4 @@
-"""Metrics of l2t: texts generated from latents, compared with the documents that the latents belong to."""
+"""Metrics of l2t: compare texts generated from latents with the documents of these latents."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from mmldlm.evaluation.statistics import cosine, length_buckets, share_with_inte
 from mmldlm.utils.intervals import ratio_of_sums
 
 BOOTSTRAPS = 1000
-NUM_SHOWN_SAMPLES = 20  # in samples.md
-NEAR_COPY = 0.9  # similarity to a training text from which a text counts as its copy
-# Letters of scripts whose words no spaces separate: Thai and Lao, Tibetan, Burmese, Khmer, kana, Chinese.
+NUM_SHOWN_SAMPLES = 20  # shown in samples.md
+NEAR_COPY = 0.9  # a text this similar to a training text counts as a copy
+# Letters of scripts without spaces between words: Thai and Lao, Tibetan, Burmese, Khmer, kana, Chinese.
 _UNSPACED = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]")
 _CHINESE, _LETTER = re.compile("[\u3400-\u9fff\U00020000-\U0003ffff]"), re.compile(r"[^\W\d_]")
 SUFFIXES: dict[Condition, str] = {"own": "", "shuffled": "_shuffled", "mean": "_mean_latent"}
@@ -32,16 +32,17 @@ def reference_metrics(
     with_intervals: bool = False,
     unknown: int | None = None,
 ) -> dict[str, Any]:
-    """Return how similar texts are to references, by tokens at the same places, words and characters.
+    """Compare texts with references by tokens at the same positions, by words and by characters.
 
-    No text is exact where the reference lacks words, in place of which it has the token `unknown`. `tokenize` is
-    `evaluation.bleu_tokenize`. BLEU is of up to four words, or as many as the longest reference has; None if that has
-    none. The intervals of BLEU and chrF are of the bootstrap over documents (Koehn, 2004, EMNLP), which takes seconds.
+    If a reference has the token `unknown` in place of a word, no text counts as exact. `tokenize` is the setting
+    `evaluation.bleu_tokenize`. BLEU uses n-grams of up to four words, or fewer if the longest reference is shorter. It
+    is None if that reference has no words. The intervals of BLEU and chrF come from a bootstrap over documents (Koehn,
+    2004, EMNLP), which takes seconds.
     """
-    from sacrebleu.metrics import BLEU, CHRF  # here, since every training imports this module
+    from sacrebleu.metrics import BLEU, CHRF  # imported here, because every training imports this module
     from sacrebleu.significance import _bootstrap_resample
 
-    # `map` ends with the shorter of both.
+    # `map` ends with the shorter sequence.
     matches = [sum(map(int.__eq__, text, true)) for text, true in zip(tokens, reference_tokens, strict=True)]
     accuracy = ratio_of_sums(
         np.array(matches, np.float64), np.array([len(text) for text in reference_tokens], np.float64)
@@ -55,7 +56,7 @@ def reference_metrics(
     for name, metric in (("bleu", bleu), ("chrf", CHRF())):
         metrics[name] = metric.corpus_score(list(texts), [list(references)]).score
         if with_intervals:
-            # Not by `corpus_score(n_bootstrap=...)`, which ends in a TypeError where some resamples score 0.
+            # `corpus_score(n_bootstrap=...)` does not help: it ends in a TypeError if some resamples score 0.
             statistics = metric._extract_corpus_statistics(list(texts), [list(references)])
             _, scores = _bootstrap_resample(statistics, metric, BOOTSTRAPS)
             ends = np.percentile([float(score.score) for score in scores], [2.5, 97.5])
@@ -66,13 +67,13 @@ def reference_metrics(
 def exact_matches(
     texts: Sequence[str], references: Sequence[str], tokens: Sequence[Sequence[int]], unknown: int | None
 ) -> np.ndarray:
-    """Return which texts equal their references, bool [n]; none does where the reference's tokens lack words."""
+    """Return which texts equal their references, bool [n]. False if the reference's tokens lack words."""
     compared = zip(texts, references, tokens, strict=True)
     return np.array([text == true and unknown not in own for text, true, own in compared])
 
 
 def bleu_tokenizer(texts: Sequence[str], tokenize: str) -> str:
-    """Return the name of sacreBLEU's tokenizer by `evaluation.bleu_tokenize`, and for auto by the script of texts."""
+    """Return sacreBLEU's tokenizer for `evaluation.bleu_tokenize`. For "auto", the script of the texts decides."""
     text = "".join(texts)
     letters, unspaced, chinese = (len(pattern.findall(text)) for pattern in (_LETTER, _UNSPACED, _CHINESE))
     by_script = "13a" if 2 * unspaced <= letters else "zh" if chinese > 0.9 * unspaced else "char"  # as Japanese
@@ -82,7 +83,7 @@ def bleu_tokenizer(texts: Sequence[str], tokenize: str) -> str:
 def reencoding_metrics(encoded: np.ndarray, truth: np.ndarray) -> dict[str, Any]:
     """Return the mean cosine between the encoder's latents of generated texts and `truth`, both [n, M, C].
 
-    Texts that the encoder has no latent for, rows of NaN, are left out and counted.
+    A text without a latent has a row of NaN. Such texts are left out and counted.
     """
     similarity = cosine(encoded, truth).astype(np.float64)
     finite = similarity[np.isfinite(similarity)]
@@ -95,7 +96,7 @@ def reencoding_metrics(encoded: np.ndarray, truth: np.ndarray) -> dict[str, Any]
 def fault_metrics(
     tokens: Sequence[Sequence[int]], reference_tokens: Sequence[Sequence[int]], words: Set[int]
 ) -> dict[str, float]:
-    """Return the shares of texts with a word next to itself, and of those that a swap of two neighbors makes right."""
+    """Return the share of texts with a doubled word, and of texts that swapping two neighbors would make exact."""
     doubled = [any(a == b and a in words for a, b in pairwise(text)) for text in tokens]
     swapped = 0
     for text, true in zip(tokens, reference_tokens, strict=True):
@@ -107,9 +108,9 @@ def fault_metrics(
 
 
 def memorization_metrics(evaluation: Evaluation, tokens: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return how similar generated texts are to their nearest training texts, and held-out documents (`_true`).
+    """Measure how similar generated texts, and held-out documents (`_true`), are to their nearest training texts.
 
-    Both by the mean similarity and by the fraction of near copies (collective).
+    Returns mean similarities and shares of near copies (collective).
     """
     evaluation.progress.phase("nearest training texts")
     metrics: dict[str, Any] = {}
@@ -121,11 +122,10 @@ def memorization_metrics(evaluation: Evaluation, tokens: Sequence[Sequence[int]]
 
 
 def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the l2t metrics of generated texts, at lengths of the network's own as a user gets them (collective).
+    """Return the l2t metrics of texts whose lengths the network finds, as a user gets them (collective).
 
-    Suffixes name what was measured instead of texts generated from the document's latent: `_true_length` texts with
-    the document's length, `_shuffled` texts from another document's latent, `_mean_latent` texts from the mean latent,
-    `_unigram` tokens drawn by frequency, `_true` the references.
+    A suffix says that other texts were measured: `_true_length` with the document's length, `_shuffled` from another
+    document's latent, `_mean_latent` from the mean latent, `_unigram` drawn by token frequency, `_true` the references.
     """
     count = evaluation.num_texts
     reference_tokens = evaluation.tokens[:count]
@@ -147,7 +147,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
 
     for condition, suffix in SUFFIXES.items():
         evaluation.progress.phase(f"texts from latents, latent {condition}")
-        # Of the baselines only the median length is tried: a choice among texts of no use is not worth its time.
+        # Baselines try only the median length: choosing among useless texts is not worth the time.
         tried = sampling if condition == "own" else replace(sampling, tried_lengths=1, search=None)
         made = evaluation.generate("l2t", condition, count, tried, own_length=True)
         generated = made.tokens
@@ -172,6 +172,6 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _add_suffix(key: str, suffix: str) -> str:
-    """Return `key` with `suffix` before its `_ci95`, if any: `bleu_shuffled`, `token_accuracy_shuffled_ci95`."""
+    """Insert `suffix` into a key, before `_ci95` if it has that, e.g. `token_accuracy_shuffled_ci95`."""
     name, ci, rest = key.partition("_ci95")
     return name + suffix + ci + rest

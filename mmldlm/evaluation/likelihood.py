@@ -1,4 +1,4 @@
-"""The likelihood bound of held-out texts, with and without their latents: as a whole, by length and by noise bin.
+"""The likelihood bound of held-out texts, with and without their latents: overall, by length and by noise bin.
 
 Shape letters: n documents, T noise times per document, S noise times of the latent.
 """
@@ -19,40 +19,41 @@ from mmldlm.evaluation.evaluator import Condition, Evaluation
 from mmldlm.evaluation.statistics import BITS, length_buckets, noise_bins, with_interval
 from mmldlm.utils.intervals import Ratio, ratio_of_sums
 
-MAX_ORDERED_TOKENS = 64  # longest document whose likelihood by confidence is computed, by as many passes
-SHORT = f"_up_to_{MAX_ORDERED_TOKENS}"  # end of the names of metrics of these documents alone
-_ORDERED = len(MODES) + 2  # key of the random stream of its noise latents, see `Evaluation`
-LATENT_TIMES = (0.3, 0.5, 0.7, 0.9)  # at which the text is generated, in the bound by way of the latent
-NOVEL_FRACTION = 0.9  # of the documents: those least similar to a training text
-_ERRORS = ("_standard_error", "_ci95")  # ends of keys
+MAX_ORDERED_TOKENS = 64  # longest document whose likelihood by confidence is computed: it takes a pass per token
+SHORT = f"_up_to_{MAX_ORDERED_TOKENS}"  # suffix of metrics that only cover documents up to this length
+_ORDERED = len(MODES) + 2  # key of the random stream for its noise latents (see `Evaluation`)
+# Noise times of the latent at which the bound by way of the latent switches to the text.
+LATENT_TIMES = (0.3, 0.5, 0.7, 0.9)
+NOVEL_FRACTION = 0.9  # share of the documents, those least similar to a training text, that counts as novel
+_ERRORS = ("_standard_error", "_ci95")  # suffixes of keys
 
 
 @dataclass(frozen=True)
 class TextBound:
-    """Terms of the likelihood bound of n documents at T noise times each; all float64 [T, n]."""
+    """Terms of the likelihood bound of n documents at T noise times each. All are float64 [T, n]."""
 
     t: np.ndarray  # noise time of the text
     masked: np.ndarray  # number of masked tokens
-    nll: np.ndarray  # nats of the masked tokens, summed
-    weighted: np.ndarray  # `nll` with the weights of the bound: each an unbiased estimate of the negative ELBO
-    length: np.ndarray  # nats of the number of tokens, by the length head
+    nll: np.ndarray  # sum of the masked tokens' nats
+    weighted: np.ndarray  # `nll` weighted as in the bound: each entry is an unbiased estimate of the negative ELBO
+    length: np.ndarray  # nats of the number of tokens under the length head
 
     @property
     def nats(self) -> np.ndarray:
-        """Estimate of each document's negative ELBO in nats given its length, float64 [n]."""
+        """Estimate of each document's negative ELBO in nats, given its length, float64 [n]."""
         return self.weighted.mean(0)
 
 
 def text_bound(evaluation: Evaluation, condition: Condition, t_latent: float = 0.0) -> TextBound:
     """Estimate the likelihood bound of all documents, whatever loss the run was trained with (collective).
 
-    Each of the T = `times` draws takes its t from a low-discrepancy grid over all documents, see `bound_terms`. The
-    estimate is unbiased, and every condition gets the same draws. The latent of `condition` has noise time `t_latent`;
-    that of "none" is noise.
+    Each of the T = `times` draws takes its t from a low-discrepancy grid over all documents (see `bound_terms`). The
+    estimate is unbiased, and every condition gets the same draws. The latent of `condition` has noise time `t_latent`.
+    For "none", the latent is pure noise.
     """
     run, config, count = evaluation.run, evaluation.config, len(evaluation.ids)
     t_latent = 1.0 if condition == "none" else t_latent
-    # The arrays of `TextBound`; other ranks fill in the remaining documents.
+    # The arrays of `TextBound`. Other ranks fill in the remaining documents.
     terms = np.zeros((5, config.times, count))
     for draw, counted, batch in evaluation.draws(condition):
         drawn = bound_terms(run.model, run.objective, batch, t_latent, config.seed, draw, count, run.device)
@@ -63,11 +64,11 @@ def text_bound(evaluation: Evaluation, condition: Condition, t_latent: float = 0
 
 @torch.no_grad()
 def latent_nats(evaluation: Evaluation) -> np.ndarray:
-    """Estimate the nats of each document's latent at each of `LATENT_TIMES` s, float64 [S, n] (collective).
+    """Estimate the nats of each document's latent at each time s of `LATENT_TIMES`, float64 [S, n] (collective).
 
-    The latent is generated from noise to time s before any token is. That costs KL(q(z_s | x0) || p(z_s)), which is at
-    most 1/2 of the integral of -SNR'(t) |x0 - estimate(z_t)|^2 over t in [s, 1] (VDM, arXiv 2107.00630, section 5).
-    Each of the T draws takes its t from a low-discrepancy grid over all documents; the estimate is unbiased.
+    The latent is generated from noise down to time s, before any token. That costs KL(q(z_s | x0) || p(z_s)), which is
+    at most 1/2 of the integral of -SNR'(t) |x0 - estimate(z_t)|^2 over t in [s, 1] (VDM, arXiv 2107.00630, section 5).
+    Each of the T draws takes its t from a low-discrepancy grid over all documents. The estimate is unbiased.
     """
     run, config = evaluation.run, evaluation.config
     latent, count, first = run.objective.latent, len(evaluation.ids), min(LATENT_TIMES)
@@ -88,9 +89,10 @@ def latent_nats(evaluation: Evaluation) -> np.ndarray:
 
 
 def _by_way_of_the_latent(evaluation: Evaluation, alone: TextBound) -> list[dict[str, Any]]:
-    """Return one row per noise time of the latent: the bits of the latent, of the text given it, and of both.
+    """Return a row for each noise time of the latent: the bits of the latent, of the text given it, and their sum.
 
-    Both bound the text from above, whatever the time; at time 1 the latent is noise and costs nothing (collective).
+    The sum bounds the text's bits from above at every time. At time 1, the latent is noise and costs nothing
+    (collective).
     """
     evaluation.progress.phase("bound, by way of the latent")
     bounds = [
@@ -108,7 +110,7 @@ def _by_way_of_the_latent(evaluation: Evaluation, alone: TextBound) -> list[dict
 
 
 def _bits(nats: np.ndarray, units: np.ndarray) -> Ratio:
-    """Return the bits per unit of n documents with these numbers of tokens or characters."""
+    """Return bits per unit of n documents. `units` has their numbers of tokens or characters."""
     return ratio_of_sums(nats, units.astype(np.float64)) * BITS
 
 
@@ -116,10 +118,10 @@ def _bits(nats: np.ndarray, units: np.ndarray) -> Ratio:
 def confidence_nats(evaluation: Evaluation, condition: Condition, longest: int = MAX_ORDERED_TOKENS) -> np.ndarray:
     """Return the exact nats of the first documents, generated one token at a time in the order of confidence.
 
-    Each step unmasks the position whose most likely token has the largest probability; its token is drawn from the
-    network's distribution. As the order is a function of the tokens before it, the product of the probabilities is a
-    normalized likelihood of the text given its length (DUEL, arXiv 2603.01367). For `num_texts` documents, float64
-    [n]; NaN for those of more than `longest` tokens, as there are as many passes (collective).
+    Each step unmasks the position whose most likely token has the largest probability. Its token is drawn from the
+    network's distribution. The order follows from the tokens unmasked before, so the product of the probabilities is a
+    normalized likelihood of the text given its length (DUEL, arXiv 2603.01367). Returns float64 [n] for `num_texts`
+    documents, with NaN for a document of more than `longest` tokens, since each token takes a pass (collective).
     """
     run, text = evaluation.run, evaluation.run.objective.text
     nats = np.zeros(evaluation.num_texts)
@@ -141,7 +143,7 @@ def confidence_nats(evaluation: Evaluation, condition: Condition, longest: int =
             masked = torch.bincount(sample, minlength=len(lengths))
             logits, *_ = run.model(tokens, latents, masked / lengths, t_latent, layout, positions, None)
             log_p = logits.double().log_softmax(-1)
-            # The most confident first, then by sample: the first row of each sample is its choice.
+            # Sort by confidence, then by sample: the first row of each sample is its most confident position.
             order = log_p.max(-1).values.argsort(descending=True, stable=True)
             order = order[sample[order].argsort(stable=True)]
             chosen = order[(masked.cumsum(0) - masked)[masked > 0]]
@@ -153,7 +155,7 @@ def confidence_nats(evaluation: Evaluation, condition: Condition, longest: int =
 
 
 def _by_confidence(evaluation: Evaluation, condition: Condition, bound: TextBound) -> dict[str, Any]:
-    """Return the bits per token of `confidence_nats`, and those of the bound and the lengths of the same documents."""
+    """Return bits per token by `confidence_nats`, and the bits of the bound and the lengths for the same documents."""
     evaluation.progress.phase(f"likelihood by confidence, latent {condition}")
     nats = confidence_nats(evaluation, condition)
     ordered = np.flatnonzero(evaluation.lengths[: len(nats)] <= MAX_ORDERED_TOKENS)
@@ -169,7 +171,7 @@ def _by_confidence(evaluation: Evaluation, condition: Condition, bound: TextBoun
 
 
 def likelihood_of_text(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the bound of the texts alone, with the unigram baseline (collective)."""
+    """Return the bound of texts without latents, with the unigram baseline (collective)."""
     evaluation.progress.phase("bound, no latent")
     bound, unigram = text_bound(evaluation, "none"), evaluation.unigram_nats()
     controls = _bits_by_unit(evaluation, unigram)
@@ -184,7 +186,7 @@ def likelihood_of_text(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def likelihood_given_latents(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the bound of the texts given their own latents, another document's and the mean latent (collective)."""
+    """Return the bound of texts given their own latents, another document's, and the mean latent (collective)."""
     bounds: dict[Condition, TextBound] = {}
     conditions: tuple[Condition, ...] = ("own", "shuffled", "mean")
     for condition in conditions:
@@ -208,8 +210,8 @@ def likelihood_given_latents(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def _text_metrics(evaluation: Evaluation, bound: TextBound, condition: Condition) -> dict[str, Any]:
-    """Return the bits of the bound, without and with lengths, without similar documents, and by confidence."""
-    # Without the tenth of the documents that is most similar to training texts.
+    """Return the bits of the bound without and with lengths, for novel documents only, and by confidence."""
+    # Leave out the tenth of the documents that is most similar to training texts.
     novel = np.argsort(evaluation.document_similarity, kind="stable")[: max(1, int(NOVEL_FRACTION * len(bound.nats)))]
     return {
         **_bits_by_unit(evaluation, bound.nats),
@@ -220,7 +222,7 @@ def _text_metrics(evaluation: Evaluation, bound: TextBound, condition: Condition
 
 
 def _bits_with_length(evaluation: Evaluation, nats: np.ndarray, length_nats: np.ndarray) -> dict[str, Any]:
-    """Return the bits of the lengths, and those of texts with their lengths, per token."""
+    """Return bits per token of the lengths, and of the texts with their lengths."""
     total = _bits_by_unit(evaluation, nats + length_nats)
     return {
         "length_bits_per_token": _bits(length_nats, evaluation.lengths).value,
@@ -241,7 +243,7 @@ def _bits_by_unit(evaluation: Evaluation, nats: np.ndarray) -> dict[str, Any]:
 
 
 def _by_length(evaluation: Evaluation, bound: TextBound, baselines: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """Return one row per length bucket, `tokens_from` to `tokens_to` tokens; `baselines` are nats per document."""
+    """Return a row for each length bucket, `tokens_from` to `tokens_to` tokens. `baselines` has nats per document."""
     lengths = evaluation.lengths
     return [
         {
@@ -255,12 +257,12 @@ def _by_length(evaluation: Evaluation, bound: TextBound, baselines: dict[str, np
 
 
 def _by_noise_bin(evaluation: Evaluation, bound: TextBound, baselines: dict[str, TextBound]) -> list[dict[str, Any]]:
-    """Return rows of the draws with t_text in [`t_from`, `t_to`); their `bits_of_bound` sum to bits per token."""
+    """Return a row for the draws with t_text in each [`t_from`, `t_to`). `bits_of_bound` add up to bits per token."""
     rows = []
-    # Each of the T draws estimates the whole bound, so the tokens count T times.
+    # Each of the T draws estimates the whole bound, so every token counts T times.
     all_tokens = bound.weighted.shape[0] * float(evaluation.lengths.sum())
     for row, inside in noise_bins(bound.t):
-        # Baselines have the same times and masks, hence the same bins and denominators.
+        # Baselines have the same times and masks, so they also have the same bins and denominators.
         masked = float(bound.masked[inside].sum())
         for name, measured in {"bits_per_masked_token": bound, **baselines}.items():
             row[name] = float(measured.nll[inside].sum()) / masked * BITS if masked else None

@@ -1,6 +1,6 @@
 """The part of the evaluation that runs during training: metrics of generations for a few held-out samples.
 
-It needs no encoder and no other model, so it runs wherever the training does.
+It needs no encoder or other model, so it runs wherever the training runs.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from mmldlm.evaluation.l2t import reference_metrics
 from mmldlm.evaluation.t2l import latent_similarity_metrics
 from mmldlm.run.load import LoadedRun
 
-SEED = 20_260  # of all draws: the same at every step of every run
-BATCH = 16  # samples per micro-batch: training's own memory is still in use
+SEED = 20_260  # seed of all draws: the same at every step of every run
+BATCH = 16  # samples per micro-batch, kept small because the training's memory is still in use
 
 
 def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[str, float]:
-    """Return `quality/MODE_METRIC` for each trained mode, by samples `ids` of the validation split (collective).
+    """Return `quality/MODE_METRIC` for each trained mode, on the samples `ids` of the validation split (collective).
 
-    Fewer than two samples are a `DataError`.
+    Raises:
+        DataError: There are fewer than two samples.
     """
     config = EvaluationConfig("validation", samples=len(ids), texts=len(ids), seed=SEED, batch=BATCH)
     check_num_samples(len(ids), config.split, run.store)
@@ -33,7 +34,7 @@ def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[
         f"quality/{mode}_{key}": value
         for mode in run.config.trained_modes
         for key, value in measure[mode](evaluation).items()
-        # Without counts, intervals, and metrics that cannot be measured (None).
+        # Leave out counts, intervals, and metrics that cannot be measured (None).
         if isinstance(value, float)
     }
 
@@ -41,7 +42,7 @@ def quality(run: LoadedRun, ids: Sequence[int], processes: Collectives) -> dict[
 def _l2t(evaluation: Evaluation) -> dict[str, Any]:
     references = evaluation.decode(evaluation.tokens)
     metrics: dict[str, Any] = {}
-    sampling = replace(evaluation.run.config.sampling, tried_lengths=1)  # several times the passes for each length more
+    sampling = replace(evaluation.run.config.sampling, tried_lengths=1)  # each further length would multiply the passes
     generated = evaluation.generate("l2t", "own", len(references), sampling, own_length=True).tokens
     for suffix, tokens in (("", generated), ("_unigram", evaluation.unigram_tokens(len(references)))):
         compared = tokens, evaluation.decode(tokens), evaluation.tokens, references

@@ -1,4 +1,4 @@
-"""The formulas behind the metrics, in NumPy alone: functions of arrays and token lists, without model or data.
+"""The formulas behind the metrics, in NumPy only: functions of arrays and token lists, without model or data.
 
 Shape letters: n documents or texts, M latent tokens, C latent channels, d features.
 """
@@ -16,25 +16,25 @@ import numpy as np
 from mmldlm.utils.intervals import Ratio
 
 BITS = 1 / math.log(2)  # per nat
-NUM_NOISE_BINS = 10  # equal parts of [0, 1] that noise times are grouped in
+NUM_NOISE_BINS = 10  # noise times are grouped into this many equal parts of [0, 1]
 
 
 def cosine(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the cosine of each pair of latents in [n, M, C], the mean over M, as [n]; NaN if one is not finite."""
+    """Return the cosine of each pair of latents [n, M, C], averaged over M, as [n]. NaN if a latent is not finite."""
     norm = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
     return ((a * b).sum(-1) / np.maximum(norm, 1e-12)).mean(-1)
 
 
 def retrieval_ranks(similarity: np.ndarray) -> np.ndarray:
-    """Return the rank of the diagonal element in each row of `similarity` [n, n], int64 [n]; 1 is the best.
+    """Return the rank of the diagonal element in each row of `similarity` [n, n], int64 [n]. 1 is the best.
 
-    Candidates as good as the true one rank before it: duplicates are no success, nor is NaN.
+    A candidate that is as good as the true one ranks before it, so neither duplicates nor NaN count as success.
     """
     return (~(similarity < similarity.diagonal()[:, None])).sum(1)
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """Return Spearman's rank correlation: Pearson's of the ranks, ties at their mean rank. NaN if one is constant."""
+    """Return Spearman's correlation: Pearson's for the ranks, with mean ranks for ties. NaN if an input is constant."""
     if min(np.ptp(a), np.ptp(b)) == 0:
         return math.nan
     return float(np.corrcoef(_mean_ranks(a), _mean_ranks(b))[0, 1])
@@ -42,23 +42,23 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
 
 def _mean_ranks(values: np.ndarray) -> np.ndarray:
     _, group, sizes = np.unique(values, return_inverse=True, return_counts=True)
-    # Equal values share the ranks cumsum - size + 1 to cumsum, whose mean this is.
+    # Equal values share the mean of the ranks cumsum - size + 1 to cumsum.
     return (sizes.cumsum() - (sizes - 1) / 2)[group]
 
 
 def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
     """Return the squared Frechet distance of the normal distributions fitted to samples [n, d] and [m, d].
 
-    |mean a - mean b|^2 + tr(A + B - 2 (A B)^(1/2)), A and B being the covariances (Dowson and Landau, 1982, J.
-    Multivariate Analysis 12:450; for features of images: arXiv 1706.08500, eq. 6). The trace of the root equals the
-    trace of (A^(1/2) B A^(1/2))^(1/2), which is symmetric: no complex roots. Below d + 1 samples a covariance has no
-    full rank, and the distance no meaning.
+    |mean a - mean b|^2 + tr(A + B - 2 (A B)^(1/2)), where A and B are the covariances (Dowson and Landau, 1982, J.
+    Multivariate Analysis 12:450, and for features of images arXiv 1706.08500, eq. 6). The trace of the root equals the
+    trace of (A^(1/2) B A^(1/2))^(1/2), which is symmetric, so there are no complex roots. With fewer than d + 1
+    samples, a covariance does not have full rank, and the distance has no meaning.
     """
     assert min(len(a), len(b)) > a.shape[1], f"{len(a)} and {len(b)} samples of {a.shape[1]} features"
     a, b = a.astype(np.float64), b.astype(np.float64)
     cov_a, cov_b = (np.atleast_2d(np.cov(rows, rowvar=False)) for rows in (a, b))
     values, vectors = np.linalg.eigh(cov_a)
-    # Rounding may leave eigenvalues of a covariance slightly below 0, here and below.
+    # Here and below, rounding may leave a covariance with eigenvalues slightly below 0.
     root = (vectors * np.sqrt(values.clip(0))) @ vectors.T
     trace_root = np.sqrt(np.linalg.eigvalsh(root @ cov_b @ root).clip(0)).sum()
     return float(np.square(a.mean(0) - b.mean(0)).sum() + np.trace(cov_a) + np.trace(cov_b) - 2 * trace_root)
@@ -68,13 +68,13 @@ def frechet_distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def token_entropy(texts: Sequence[Sequence[int]]) -> float:
-    """Return the entropy in bits of the token frequencies within a text, mean over texts (arXiv 2409.02908)."""
+    """Return the entropy (bits) of the token frequencies in a text, averaged over texts (arXiv 2409.02908)."""
     frequencies = [np.array(list(Counter(text).values())) / len(text) for text in texts]
     return float(np.mean([float(-(share * np.log2(share)).sum()) for share in frequencies]))
 
 
 def distinct(texts: Sequence[Sequence[int]], n: int) -> float | None:
-    """Return the fraction of different n-grams among the n-grams of all texts (distinct-n, arXiv 1510.03055).
+    """Return the fraction of distinct n-grams among the n-grams of all texts (distinct-n, arXiv 1510.03055).
 
     None if no text has n tokens.
     """
@@ -83,7 +83,7 @@ def distinct(texts: Sequence[Sequence[int]], n: int) -> float | None:
 
 
 def repetition(texts: Sequence[Sequence[int]], n: int) -> float | None:
-    """Return the fraction of a text's n-grams that repeat an earlier one, mean over texts.
+    """Return the fraction of a text's n-grams that repeat an earlier one, averaged over texts.
 
     This is seq-rep-n (arXiv 1908.04319). None if no text has n tokens.
     """
@@ -96,14 +96,14 @@ def _ngrams(text: Sequence[int], n: int) -> Iterator[tuple[int, ...]]:
 
 
 def with_interval(name: str, ratio: Ratio) -> dict[str, Any]:
-    """Return a metric and, as `_ci95`, its interval."""
+    """Return a metric and its interval, which gets the suffix `_ci95`."""
     return {name: ratio.value, f"{name}_ci95": list(ratio.interval)}
 
 
 def share_with_interval(name: str, hits: np.ndarray) -> dict[str, Any]:
-    """Return the share of true `hits` and, as `_ci95`, its interval (Wilson, 1927, J. Amer. Stat. Assoc. 22:209).
+    """Return the share of true `hits`, and its interval as `_ci95` (Wilson, 1927, J. Amer. Stat. Assoc. 22:209).
 
-    Unlike a normal one it has a width at shares of 0 and 1.
+    Unlike a normal interval, it has a width at shares of 0 and 1.
     """
     z, successes, count = 1.959964, int(hits.sum()), len(hits)
     center, spread = (successes + z**2 / 2) / (count + z**2), successes * (count - successes) / count + z**2 / 4
@@ -115,7 +115,7 @@ def share_with_interval(name: str, hits: np.ndarray) -> dict[str, Any]:
 
 
 def length_buckets(lengths: np.ndarray) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
-    """Yield `tokens_from` and `tokens_to` of each bucket, 1 to 8, 9 to 16, 17 to 32 and so on, and which texts it has.
+    """Yield each bucket's `tokens_from` and `tokens_to` (1 to 8, 9 to 16, 17 to 32 ...) and a mask of its texts.
 
     Empty buckets are left out.
     """
@@ -128,7 +128,7 @@ def length_buckets(lengths: np.ndarray) -> Iterator[tuple[dict[str, Any], np.nda
 
 
 def noise_bins(t: np.ndarray) -> Iterator[tuple[dict[str, Any], np.ndarray]]:
-    """Yield, for each noise bin, its `t_from`, `t_to` and number of `draws`, and a bool mask of its draws among `t`."""
+    """Yield each noise bin's `t_from`, `t_to` and number of `draws`, and a bool mask of its draws among `t`."""
     # t = 1 belongs to the last bin.
     bins = np.minimum((t * NUM_NOISE_BINS).astype(np.int64), NUM_NOISE_BINS - 1)
     for index in range(NUM_NOISE_BINS):

@@ -1,7 +1,7 @@
-"""Semantic textual similarity: correlation of the similarity of generated latents with human scores.
+"""Semantic textual similarity: how well similarities of generated latents correlate with human scores.
 
-Pairs of sentences with a score (SemEval-2017 task 1, arXiv 1708.00055); the correlation is Spearman's, as in
-arXiv 1908.10084.
+The data are pairs of sentences with a score (SemEval-2017 task 1, arXiv 1708.00055). We use Spearman's correlation, as
+in arXiv 1908.10084.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Pair(NamedTuple):
 def read_pairs(path: Path) -> list[Pair]:
     """Read a `.tsv` with two sentences and a score per line, or a `.jsonl` with sentence1, sentence2 and score.
 
-    A file that cannot be read, a line that is no pair, or too few pairs are a `DataError`.
+    Raises:
+        DataError: The file cannot be read, a line is no pair, or there are too few pairs.
     """
     if path.suffix not in (".tsv", ".jsonl"):
         raise DataError(f"--sts {path}: expected a .tsv or .jsonl file")
@@ -56,7 +57,7 @@ def read_pairs(path: Path) -> list[Pair]:
 
 
 def _parse(line: str, suffix: str) -> Pair:
-    """Return the pair of a line; one that is none raises ValueError, KeyError or TypeError."""
+    """Parse the pair in a line. Raises ValueError, KeyError or TypeError if it has none."""
     first, second, number = line.split("\t") if suffix == ".tsv" else map(json.loads(line).__getitem__, KEYS)
     score = float(number)
     if not all(isinstance(text, str) and text.strip() for text in (first, second)) or not math.isfinite(score):
@@ -65,7 +66,7 @@ def _parse(line: str, suffix: str) -> Pair:
 
 
 def tokenize_sentences(evaluation: Evaluation, pairs: list[Pair]) -> tuple[list[str], list[list[int]]]:
-    """Return the distinct sentences of all pairs and their tokens; `DataError` names a sentence that is too long."""
+    """Return the distinct sentences of all pairs and their tokens. A `DataError` names a sentence that is too long."""
     sentences = list(dict.fromkeys(text for pair in pairs for text in pair[:2]))
     tokens = evaluation.run.tokenizer.encode_batch(sentences)
     max_length = evaluation.run.store.manifest.max_length
@@ -78,9 +79,9 @@ def tokenize_sentences(evaluation: Evaluation, pairs: list[Pair]) -> tuple[list[
 
 
 def sts_metrics(evaluation: Evaluation, pairs: list[Pair]) -> dict[str, Any]:
-    """Return the correlations of scores with cosines of generated latents and of the encoder's latents (collective).
+    """Correlate the scores with cosines of generated latents, and of the encoder's latents (collective).
 
-    The baseline `sts_spearman_shuffled` pairs each first sentence with the second one of the next pair.
+    The baseline `sts_spearman_shuffled` pairs each first sentence with the second sentence of the next pair.
     """
     evaluation.progress.phase("latents of pairs of sentences")
     sentences, tokens = tokenize_sentences(evaluation, pairs)

@@ -1,4 +1,4 @@
-"""`evaluate`: all metrics of the requested modes, in the order of `evaluation.json`."""
+"""`evaluate`: measure all metrics of the requested modes, in the order of `evaluation.json`."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def provenance(
     modes: Sequence[Mode] | None = None,
     sts: Path | None = None,
 ) -> dict[str, Any]:
-    """Return what the figures of `evaluate` with these arguments are of, by hashes: weights, data and options.
+    """Identify the results of `evaluate` with these arguments by hashes of weights, data and options.
 
-    Figures with another provenance are never taken for those of these arguments.
+    Results with another provenance are never mistaken for these.
     """
     options = {
         **asdict(config),
@@ -61,10 +61,10 @@ def evaluate(
     """Measure a run on held-out documents (collective). All inputs are checked before anything is measured.
 
     Args:
-        modes: The modes to measure; by default those that the run trained.
-        sts: File of pairs of sentences with a score, which add metrics of t2l, one of `modes`.
-        processes: The ranks that share the work; by default this process alone.
-        progress: Reports the phases; by default silent.
+        modes: The modes to measure, by default the ones that the run trained.
+        sts: File of sentence pairs with scores. They add metrics of t2l, which must be in `modes`.
+        processes: The ranks that share the work, by default only this process.
+        progress: Reports the phases. By default it is silent.
 
     Returns:
         The content of `evaluation.json`, the same on every rank.
@@ -72,12 +72,12 @@ def evaluate(
     processes = processes or Collectives()
     trained = run.config.trained_modes
     modes = tuple(modes or trained)
-    # An error on one rank ends all of them; otherwise the others would wait for it in a collective.
+    # An error on one rank must end all ranks, or the others would wait for it in a collective.
     with processes.raise_on_all_ranks("opening of the inputs"):
         progress = progress or Progress(enabled=False)
         progress.phase("opening documents and encoder")
         evaluation = Evaluation(run, config, processes, progress=progress, chooses=True)
-        # Loaded, and sentences tokenized, only to fail here and not after all generations.
+        # Load these and tokenize the sentences now, so that errors come before all generations.
         _ = run.encoder, evaluation.given_latents("mean")
         pairs = read_pairs(sts) if sts else []
         tokenize_sentences(evaluation, pairs)

@@ -1,5 +1,6 @@
-"""Metrics of t2l: latents generated for texts, compared with the true ones and used to retrieve them among all
-candidates; by full sampling, and in one pass by noise bin.
+"""Metrics of t2l: compare latents generated for texts with the true ones, and retrieve the true ones among all.
+
+We measure full sampling, and single passes by noise bin.
 
 Shape letters: n documents, T noise times per document, M latent tokens, C latent channels.
 """
@@ -33,7 +34,7 @@ def latent_metrics(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def latent_similarity_metrics(evaluation: Evaluation, latents: np.ndarray) -> dict[str, Any]:
-    """Compare latents [n, M, C] on the encoder's scale with the true ones of all documents: cosine and retrieval."""
+    """Compare latents [n, M, C] on the encoder's scale with all documents' true latents by cosine and retrieval."""
     store, count, truth = evaluation.run.store, len(evaluation.ids), evaluation.raw_latents
     mean = store.restore(evaluation.given_latents("mean"))
     other = store.restore(evaluation.latents["shuffled"])
@@ -57,11 +58,11 @@ def latent_similarity_metrics(evaluation: Evaluation, latents: np.ndarray) -> di
 def denoise_latents(evaluation: Evaluation, condition: Condition) -> tuple[np.ndarray, np.ndarray]:
     """Noise the latents of all documents and predict them in one pass, given the texts (collective).
 
-    Each of the T = `times` draws takes its t_latent from a low-discrepancy grid over all documents. Every condition
-    gets the same times and noise.
+    Each of the T = `times` draws takes its t_latent from a low-discrepancy grid over all documents. All conditions get
+    the same times and noise.
 
     Returns:
-        Noise times [T, n], and the predicted latents on the encoder's own scale, float32 [T, n, M, C].
+        The noise times [T, n], and the predicted latents on the encoder's own scale, float32 [T, n, M, C].
     """
     run, config = evaluation.run, evaluation.config
     count, process = len(evaluation.ids), run.objective.latent
@@ -73,7 +74,7 @@ def denoise_latents(evaluation: Evaluation, condition: Condition) -> tuple[np.nd
         _, predicted, *_ = run.model(*noised.inputs)
         if not counted:
             continue
-        # Whatever the prediction type, x0 is what is compared with the true latent.
+        # Whatever the prediction type, we compare x0 with the true latent.
         x0, _ = process.estimates(predicted.float(), noised.noised_latents, noised.t_latent)
         slots = batch.slots.numpy()
         times[draw, slots], latents[draw, slots] = noise.t_latent.double(), x0.double().cpu()
@@ -81,9 +82,9 @@ def denoise_latents(evaluation: Evaluation, condition: Condition) -> tuple[np.nd
 
 
 def _by_noise_bin(evaluation: Evaluation) -> list[dict[str, Any]]:
-    """Return one row per noise bin, the draws with t_latent in [`t_from`, `t_to`).
+    """Return a row for each noise bin: the draws with t_latent in [`t_from`, `t_to`).
 
-    In the baseline `_shuffled` the network has to predict another document's latent, noised, with the text.
+    In the baseline `_shuffled`, the network has to predict another document's noised latent, given this text.
     """
     store, truth = evaluation.run.store, evaluation.raw_latents
     t, denoised = denoise_latents(evaluation, "own")

@@ -1,4 +1,4 @@
-"""Readable results of an evaluation: a table with the baselines next to each value, and samples."""
+"""Format the results of an evaluation: a table with the baselines next to each value, and samples."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from mmldlm.optim.ema import WEIGHTS_LABELS
 from mmldlm.utils.format import format_number
 
-# (name, key, baselines by label: keys, or what is appended to the key). The interval's key is the one with `_ci95`.
+# (name, key, baselines by label). A baseline is a key, or a suffix of the metric's key. The interval's key has `_ci95`.
 Row = tuple[str, str, dict[str, str]]
 
 _number = partial(format_number, decimals=3)
@@ -66,7 +66,7 @@ _JOINT: list[Row] = [
 
 
 def table(result: Mapping[str, Any]) -> str:
-    """Return the results of `evaluate` as text: metrics with baselines, then bounds by length and by noise bin."""
+    """Format the results of `evaluate` as text: metrics with baselines, then bounds by length and by noise bin."""
     what = f"step {result['step']}, {WEIGHTS_LABELS[result['weights']]}"
     lines = [f"{what}: {result['documents']} documents of split {result['split']}"]
     if "bits_per_token" in result:
@@ -139,7 +139,7 @@ _WAY_TITLES = {
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], time: str = "", titles: Mapping[str, str] = _TITLES) -> list[str]:
-    """Return lines of right-aligned columns: the bounds of each row's bin, its counts, and its metrics by `titles`."""
+    """Format rows as right-aligned columns: the limits of each row's bin, its counts, and its metrics by `titles`."""
     names = [name for name in rows[0] if not name.endswith(("_from", "_to")) and name != "bits_per_token_ci95"]
     bounds = [name for name in rows[0] if name.endswith(("_from", "_to"))]
     cells = [[*([time or "tokens"] if bounds else []), *(titles.get(name, name) for name in names)]]
@@ -172,5 +172,5 @@ def samples_markdown(result: Mapping[str, Any]) -> str:
 
 
 def _inline(text: str) -> str:
-    """Return `text` such that it remains one line of code in Markdown."""
+    """Escape `text` so that it stays one line of code in Markdown."""
     return " ".join(text.split()).replace("`", "'")

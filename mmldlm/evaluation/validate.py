@@ -1,4 +1,4 @@
-"""Held-out losses during training, on a fixed time grid and seed."""
+"""Held-out losses during training, with fixed noise times and a fixed seed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from mmldlm.distributed.engine import Engine
 
 MICRO_BATCH = 64
-SEED = 20_260  # of times, masks and noise: the same in every validation of every run
-MAX_SHUFFLED = 1 << 20  # samples; of a larger split only the requested ones are drawn
-MIN_CURVE_BINS = 30  # noise bins of a loss curve over t, at least: as many as TensorBoard's histograms have bins
+SEED = 20_260  # seed of times, masks and noise: the same in every validation of every run
+MAX_SHUFFLED = 1 << 20  # a split with more samples is not shuffled as a whole
+MIN_CURVE_BINS = 30  # a loss curve over t has at least this many noise bins, as many as TensorBoard's histograms
 
 
 def validation_ids(split: Split, count: int) -> list[int]:
-    """Return the indices of a fixed draw of `count` samples; of a mixture, by the shares of its stores.
+    """Return the indices of a fixed draw of `count` samples. In a mixture, each store contributes by its share.
 
-    Drawn, since neighbors in a store come from one source.
+    The samples are drawn at random, because neighbors in a store come from one source.
     """
     ids: list[int] = []
     for (_, first, stop), share in zip(split.source_ranges(), samples_per_source(count, split), strict=True):
@@ -43,20 +43,20 @@ def validation_ids(split: Split, count: int) -> list[int]:
 
 
 def _shuffled(n: int, count: int) -> np.ndarray:
-    """Return range(n) in a fixed random order: all of it, or at least the first `count` of a large one."""
+    """Return range(n) in a fixed random order. If n is large, return only the first `count` elements."""
     if n <= MAX_SHUFFLED:
         return np.random.default_rng(SEED).permutation(n)
     return permute(np.arange(min(n, count)), n, SEED, 0)
 
 
 def _batches(split: Split, ids: Sequence[int]) -> Iterator[tuple[int, Batch]]:
-    """Yield (source index, micro-batch of that source alone) of the samples; slots are indices into `ids`."""
+    """Yield (source index, micro-batch) for the samples. A micro-batch has one source, and slots index `ids`."""
     rows = np.asarray(ids, np.int64)
     sources = split.source_of(rows)
     for source in range(len(split.sources)):
         indices = np.flatnonzero(sources == source)
         for batch in fixed_batches(split, rows[indices], MICRO_BATCH):
-            # Noise is keyed by the index in `ids`, not by the one within the source.
+            # Noise is keyed by the index in `ids`, not by the index within the source.
             yield source, replace(batch, slots=torch.from_numpy(indices)[batch.slots])
 
 
@@ -64,19 +64,19 @@ def _batches(split: Split, ids: Sequence[int]) -> Iterator[tuple[int, Batch]]:
 class ValidationResult:
     """The results of one validation."""
 
-    values: dict[str, float]  # validation/..., and quality/... that follow from them
+    values: dict[str, float]  # validation/..., and quality/... derived from them
     bin_losses: dict[str, list[float]]  # losses in fine noise bins from 0 to 1, by modality and mode
 
 
 def validation_losses(
     objective: Objective, store: Store, ids: list[int], config: RunConfig, engine: Engine
 ) -> ValidationResult:
-    """Compute the mean losses over samples of the validation split, for a mixture also of each store (collective).
+    """Compute mean losses over samples of the validation split, and for a mixture also of each store (collective).
 
-    Every trained mode has the same weight, whatever its share in training. Each rank computes its part of the
+    All trained modes have the same weight, whatever their shares in training. Each rank computes its part of the
     micro-batches. Noise is keyed by the index in `ids`, so the result does not depend on the number of ranks.
     """
-    # Curves need finer bins than the logged scalars, for which `summary` merges `refine` of them again.
+    # Curves need finer bins than the logged scalars. For these, `summary` merges `refine` bins again.
     refine = -(-MIN_CURVE_BINS // objective.stats.num_noise_bins)
     objective = objective.for_validation(refine)
     split = store.split("validation")
@@ -98,7 +98,7 @@ def validation_losses(
     summaries = {"validation": objective.stats.summary(sums.sum(0), counts.sum(0), refine)}
     if len(split.sources) > 1:
         for source_info, source_sums, source_counts in zip(split.sources, sums, counts, strict=True):
-            if source_counts.sum() > 0:  # without the noise bins, which would be many for each store
+            if source_counts.sum() > 0:  # leave out the noise bins: there would be many for each store
                 summary = objective.stats.summary(source_sums, source_counts, objective.stats.num_noise_bins)
                 summaries[f"validation/{source_info.name}"] = summary
     values = {

@@ -1,7 +1,7 @@
-"""The data behind figures, histograms and text tables of a few held-out samples: the same on any number of ranks.
+"""The data behind figures, histograms and text tables of a few held-out samples, equal on any number of ranks.
 
-These generations are for monitoring only, and cost more than all else that a run logs. So their reverse processes have
-no more steps than make a visible difference; `mmldlm sample` and `mmldlm evaluate` use `sampling.steps`.
+These generations are only for monitoring, and cost more than everything else that a run logs. So we do not take more
+reverse steps than make a visible difference. `mmldlm sample` and `mmldlm evaluate` use `sampling.steps`.
 
 Shape letters: n samples, B samples and N tokens of a micro-batch, D = M x C numbers of a latent.
 """
@@ -25,28 +25,29 @@ from mmldlm.run.load import LoadedRun
 from mmldlm.telemetry.figures import FigureData
 
 SPLIT = "validation"
-# Samples and tokens of a forward pass, whose logits are all in memory at once.
+# Limits of samples and tokens in a forward pass, because all its logits are in memory at once.
 MAX_BATCH_SAMPLES, MAX_BATCH_TOKENS = 16, 2048
-NUM_JOINT_SAMPLES = 8  # each is a latent and a text, which is expensive
-# Limits of the reverse steps. More than eight do not move the latents visibly (a cosine of 0.995 to those of 32 steps),
-# and texts with four tokens per step are as close to their references as texts with fewer.
+NUM_JOINT_SAMPLES = 8  # each takes a latent and a text, which is expensive
+# Limits of the reverse steps. More than eight steps do not change the latents visibly (cosine of 0.995 to 32 steps),
+# and texts with four tokens per step are as close to their references as texts with fewer tokens per step.
 MAX_STEPS, TOKENS_PER_STEP = 8, 4
 
 
 def figures_due(step: int, config: RunConfig) -> bool:
-    """Return whether the validation after optimizer step `step` draws figures: a function of the step alone."""
+    """Return whether the validation after optimizer step `step` draws figures. This depends only on the step."""
     every = config.log.figures_every
     if not config.log.tensorboard or not every:
         return False
-    previous = (step - 1) // config.validation.every * config.validation.every  # the previous validation, or an earlier
+    # The previous validation, or an earlier one.
+    previous = (step - 1) // config.validation.every * config.validation.every
     # True if a multiple of `every` lies after the previous validation, up to this one.
     return step == config.train.steps or step // every > previous // every
 
 
 def figure_metrics(data: FigureData) -> dict[str, float]:
-    """Return the metrics of these few samples.
+    """Return the metrics of the few generations for figures.
 
-    `validation.quality_every` measures generations for more samples, under other names.
+    `validation.quality_every` measures more samples, under other names.
     """
     values: dict[str, float] = {}
     if data.token_hits is not None:
@@ -75,7 +76,7 @@ def collect_figure_data(run: LoadedRun, processes: Collectives) -> FigureData:
     joint_latents: np.ndarray | None = None
     joint_tokens: list[list[int]] = []
     if "joint" in trained:
-        # Enough for the table of texts as well, which shows the same generations.
+        # Generate enough for the table of texts, too: it shows the same generations.
         joint_count = min(count, max(NUM_JOINT_SAMPLES, config.validation.text_samples))
         sampling = _cap_steps(config.sampling, int(evaluation.lengths[:joint_count].max()))
         joint = evaluation.generate("joint", "none", joint_count, sampling)
@@ -93,10 +94,10 @@ def collect_figure_data(run: LoadedRun, processes: Collectives) -> FigureData:
 
 
 def text_samples(run: LoadedRun, processes: Collectives, data: FigureData | None) -> dict[str, list[dict[str, str]]]:
-    """Return rows of a few generated texts, each with a held-out text to compare it with, by tag (collective).
+    """Return, by tag, rows of a few generated texts and a held-out text to compare each with (collective).
 
-    In l2t the reference is the document that the latent belongs to. With figure `data`, the joint generations follow,
-    each with the held-out document whose latent is nearest to the generated one.
+    In l2t, the reference is the document of the latent. With figure `data`, the joint generations follow, each with the
+    held-out document whose latent is nearest to the generated one.
     """
     config, count = run.config, run.config.validation.text_samples
     if not config.log.tensorboard or not count:
@@ -120,12 +121,12 @@ def text_samples(run: LoadedRun, processes: Collectives, data: FigureData | None
 
 
 def _cap_steps(sampling: SamplingConfig, max_length: int) -> SamplingConfig:
-    """Return the settings with few steps, enough for texts of `max_length` tokens."""
+    """Return the settings with fewer steps, but enough for texts of `max_length` tokens."""
     return replace(sampling, steps=min(sampling.steps, max(MAX_STEPS, -(-max_length // TOKENS_PER_STEP))))
 
 
 def _evaluation(run: LoadedRun, count: int, processes: Collectives) -> Evaluation:
-    """Return an evaluation of the first `count` samples that every validation draws."""
+    """Return an evaluation of the first `count` samples that each validation draws."""
     split = run.store.split(SPLIT)
     ids = validation_ids(split, count)
     max_length = int(split.lengths[np.asarray(ids, np.int64)].max())
@@ -137,7 +138,7 @@ def _evaluation(run: LoadedRun, count: int, processes: Collectives) -> Evaluatio
 def _first_guesses(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
     """Predict lengths and tokens from the latents alone, in one pass (collective).
 
-    Return each sample's likeliest length [n]; by position, the numbers of right tokens and of tokens [2, longest].
+    Return each sample's likeliest length [n], and by position the numbers of right tokens and of tokens [2, longest].
     """
     run, device = evaluation.run, evaluation.run.device
     likeliest_lengths, token_hits = np.zeros(len(evaluation.ids)), np.zeros((2, evaluation.lengths.max()))
@@ -160,7 +161,7 @@ def _first_guesses(evaluation: Evaluation) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _nearest(latents: np.ndarray, store: Store, count: int) -> list[int]:
-    """Return the index of the nearest among `count` held-out samples for each of the standardized `latents` [n, D]."""
+    """For each of the standardized `latents` [n, D], return the index of the nearest of `count` held-out samples."""
     split = store.split(SPLIT)
     ids = validation_ids(split, count)
     candidates = unit_vectors(store.standardize(split.gather(np.asarray(ids, np.int64))[2]))

@@ -1,4 +1,4 @@
-"""Inference with a trained run: texts from latents, latents from texts, and both from noise."""
+"""Inference with a trained run: generate texts from latents, latents from texts, or both from noise."""
 
 from mmldlm.inference.conditions import encode_texts, read_latents
 from mmldlm.inference.generate import sample

@@ -1,8 +1,8 @@
-"""Batches: all texts or latents of a file, shared among the processes of a launch, each result a line of OUT.jsonl.
+"""Process all texts or latents of a file in batches, shared among the processes of a launch.
 
-The output is a function of input, weights and options alone: items are cut into batches by their index, each batch is
-computed by one process, on one CPU thread, and each item has random streams of its own. Rank 0 writes the batches in
-order, so what a kill leaves is a beginning of the whole, which the same command continues.
+The output depends only on input, weights and options: items are cut into batches by index, one process computes a batch
+on one CPU thread, and each item has its own random streams. Rank 0 writes the batches in order. So after a kill, the
+files have the beginning of the output, and the same command continues them.
 
     OUT.jsonl  one line for each item
     OUT.npy    the generated latents, if there are any, in the same order
@@ -45,9 +45,9 @@ from mmldlm.utils.short_repr import short_repr
 if TYPE_CHECKING:
     from mmldlm.distributed.collectives import Collectives
 
-Item: TypeAlias = Document | Problem  # what is read from a line of a file, or row of an array
+Item: TypeAlias = Document | Problem  # content of a line of a file, or of a row of an array
 Results: TypeAlias = tuple[Sequence[dict[str, Any]], np.ndarray | None]  # records, generated latents [n, R, M, C]
-# Called with the indices and texts of n items and their latents [n, M, C], if the job has any.
+# Takes the indices and texts of n items, and their latents [n, M, C] if the job has any.
 Compute: TypeAlias = Callable[[list[int], list[str], np.ndarray | None], Results]
 Latents: TypeAlias = Callable[[list[int], list[str]], np.ndarray]
 NO_ROWS = (0, 0, 0)
@@ -55,14 +55,14 @@ NO_ROWS = (0, 0, 0)
 
 @dataclass(frozen=True)
 class Job:
-    """Items, and the files to write.
+    """The items to process, and the files to write.
 
     Attributes:
         out: OUT.jsonl.
-        request: All that the output depends on.
-        skip_problems: Write problems to OUT.jsonl and go on.
-        latents: Returns the latents of items by their indices and texts, [n, M, C], not finite where there is none.
-        rows: (R, M, C): each item has R rows of shape [M, C] in OUT.npy; `NO_ROWS`: there is no such file.
+        request: Everything that the output depends on.
+        skip_problems: Write problems to OUT.jsonl and continue.
+        latents: Returns the latents [n, M, C] of items by their indices and texts. A missing latent is not finite.
+        rows: (R, M, C): each item has R rows of shape [M, C] in OUT.npy. With `NO_ROWS` there is no such file.
     """
 
     out: Path
@@ -79,12 +79,12 @@ class Job:
         return self.out.with_suffix(".json")
 
     def records(self) -> Iterator[dict[str, Any]]:
-        """Yield what has been written, item by item."""
+        """Yield the records that were written, item by item."""
         with self.out.open("rb") as file:
             yield from map(json.loads, file)
 
     def finish(self, **summary: Any) -> None:
-        """Write the summary, and tell where the results are."""
+        """Write the summary and print where the results are."""
         problems = [record["problem"] for record in self.records() if "problem" in record]
         summary = {"request": self.request, "items": len(self.items), "problems": len(problems), **summary}
         write_atomically(self.summary, json.dumps(summary, indent=1) + "\n")
@@ -95,7 +95,7 @@ class Job:
 
 
 def add_batch_options(parser: ArgumentParser | Any) -> None:
-    """Add the options of all commands that work on a file to a parser, or a group of one."""
+    """Add the options that all commands for files have to a parser, or to one of its groups."""
     parser.add_argument("--batch", type=int, default=64, help="lines per forward pass; default: %(default)s")
     parser.add_argument(
         "--on-problem", choices=["error", "skip"], default="error", help="unusable lines; default: %(default)s"
@@ -104,13 +104,13 @@ def add_batch_options(parser: ArgumentParser | Any) -> None:
 
 @contextmanager
 def batch_processes(options: Namespace) -> Iterator[tuple[LoadedRun, Collectives, Progress]]:
-    """Yield the run of the options, the processes of the launch and their progress; checks --out and --batch."""
+    """Check --out and --batch, then yield the loaded run, the processes of the launch, and their progress."""
     out: Path = options.out
     if out.suffix != ".jsonl" or not out.absolute().parent.is_dir():
         raise UsageError(f"--out: expected a .jsonl file in an existing folder, found {out}")
     if options.batch < 1:
         raise UsageError(f"--batch: expected at least 1, found {options.batch}")
-    # Here, as they need packages that sampling from a bundle does without.
+    # Imported here, because they need packages that sampling from a bundle does not.
     from mmldlm.distributed.launch import read_launcher_env
     from mmldlm.distributed.process_group import process_group
 
@@ -125,19 +125,24 @@ def batch_processes(options: Namespace) -> Iterator[tuple[LoadedRun, Collectives
 
 
 def read_items(path: Path, run: LoadedRun, checked: bool = True) -> list[Item]:
-    """Read the texts of a file, one a line, or JSON objects with `text` and perhaps `id` (.jsonl).
+    """Read the texts of a file: a text per line, or JSON objects with `text` and optionally `id` (.jsonl).
 
-    For a run on data with prefixes they may have a `prefix` as well. If `checked` they have to fit the tokenizer and
-    the longest text of the run. A file that cannot be read, or is empty, is a `DataError`.
+    For a run on data with prefixes, an object may also have a `prefix`. With `checked`, a text that does not fit the
+    tokenizer or is longer than any text of the run becomes a problem.
+
+    Raises:
+        DataError: The file is empty or cannot be read.
     """
     format = suffix_format(str(path))
     if format not in TEXT_FORMATS:
-        raise DataError(f"{path}: expected a text a line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'")
+        raise DataError(
+            f"{path}: expected a text per line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'"
+        )
     parts = text_parts(str(path), sys.maxsize, format)
     prefix = "prefix" if run.store.manifest.has_prefixes else None
     items = [item for part in parts for item in read_text(part, "text", format, Columns(key="id", prefix=prefix), True)]
     if not items:
-        raise DataError(f"{path}: expected a text a line, found an empty file")
+        raise DataError(f"{path}: expected a text per line, found an empty file")
     return [_check_tokens(item, run) for item in items] if checked else items
 
 
@@ -153,7 +158,7 @@ def _check_tokens(item: Item, run: LoadedRun) -> Item:
 
 
 def read_rows(path: Path, run: LoadedRun) -> tuple[list[Item], Latents]:
-    """Return the rows of an .npy file of latents as items, and a function that reads their latents."""
+    """Return the rows of an .npy file of latents as items, and a function that reads the latents of some rows."""
     latents = check_shape(run, read_array(path, "--latents"), f"--latents: {path}")
     finite = np.isfinite(latents).all((1, 2))
     return [
@@ -163,15 +168,15 @@ def read_rows(path: Path, run: LoadedRun) -> tuple[list[Item], Latents]:
 
 
 def encode_with(run: LoadedRun) -> Latents:
-    """Return a function that computes the latents of texts by the run's encoder."""
+    """Return a function that computes the latents of texts with the run's encoder."""
     encoder = run.encoder
     return lambda _, texts: encoder.encode(texts)
 
 
 def describe(run: LoadedRun, options: Namespace, *inputs: Path | None) -> dict[str, Any]:
-    """Return the run's step, and hashes of weights and inputs: the same for a run and its bundle, wherever they are.
+    """Describe a request by the run's step and by hashes of weights and inputs, plus settings outside of `sampling`.
 
-    Settings of `options` other than those of `sampling` belong to it.
+    The result is the same for a run and its bundle, wherever they are stored.
     """
     assert isinstance(run.model, nn.Module)
     digest = hashlib.sha256()
@@ -184,7 +189,7 @@ def describe(run: LoadedRun, options: Namespace, *inputs: Path | None) -> dict[s
 
 
 class _Output:
-    """The files of a job, written by rank 0; `done` items are complete."""
+    """The files of a job, which rank 0 writes. The first `done` items are complete."""
 
     def __init__(self, job: Job):
         self._lines = job.out.open("a+b")
@@ -217,7 +222,7 @@ class _Output:
         fsync(job.out.absolute().parent)
 
     def append(self, records: Sequence[dict[str, Any]], rows: np.ndarray) -> None:
-        """Append complete items; their lines last, since only they say that an item is complete."""
+        """Append complete items. Write their lines last, because a line says that its item is complete."""
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         for file, content in ((self._rows, rows.astype("<f4").tobytes()), (self._lines, lines.encode())):
             if file is not None:
@@ -229,7 +234,7 @@ class _Output:
 
 
 def _check_request(job: Job, new: bool) -> None:
-    """Write the request, or raise `UsageError` if the output is not a part of what is requested."""
+    """Write the request, or raise `UsageError` if the existing output belongs to another request."""
     path = job.summary
     if not path.exists():
         rows = job.out.with_suffix(".npy")
@@ -252,8 +257,8 @@ def run_batches(job: Job, compute: Compute, processes: Collectives, progress: Pr
 
     Raises:
         DataError: An item has a problem.
-        UsageError: The files have another job's output.
-        RunInUseError: Another process writes them.
+        UsageError: The files have the output of another request.
+        RunInUseError: Another process is writing the files.
     """
     count, size = len(job.items), job.batch_size
     output = None
@@ -264,7 +269,7 @@ def run_batches(job: Job, compute: Compute, processes: Collectives, progress: Pr
         if processes.is_main:
             output = _Output(job)
     done = processes.gather(output.done if output else 0, "items that are complete")[0]
-    progress.phase(f"computing, after {done:,} of an earlier start" if done else "computing", announce=False)
+    progress.phase(f"computing, {done:,} are done by an earlier start" if done else "computing", announce=False)
     for start in range(done // size * size, count, size * processes.world_size):
         first = start + processes.rank * size
         rows = np.full((size, *job.rows), np.nan, np.float32)
@@ -274,13 +279,13 @@ def run_batches(job: Job, compute: Compute, processes: Collectives, progress: Pr
         all_rows = processes.gather_vectors(torch.from_numpy(rows.reshape(-1)), "latents of a batch")
         if output is not None:
             latents = all_rows.numpy().reshape(processes.world_size * size, *job.rows)[: len(gathered)]
-            kept = output.done - start  # of the first batch, part of which an earlier start may have written
+            kept = output.done - start  # an earlier start may have written part of the first batch
             output.append(gathered[kept:], latents[kept:])
         progress.advance(min(start + size * processes.world_size, count), "items", count)
 
 
 def _compute(job: Job, compute: Compute, indices: range, rows: np.ndarray) -> list[dict[str, Any]]:
-    """Return the records of a batch, which may be empty, and fill in its rows."""
+    """Return the records of a batch and fill in its rows. The batch may be empty."""
     results: dict[int, dict[str, Any] | Problem] = {
         index: item for index in indices if isinstance(item := job.items[index], Problem)
     }
@@ -312,4 +317,4 @@ def _compute(job: Job, compute: Compute, indices: range, rows: np.ndarray) -> li
 
 
 def _error(problem: Problem, more: str = "") -> DataError:
-    return DataError(f"{problem}{more}; --on-problem skip goes on without")
+    return DataError(f"{problem}{more}; --on-problem skip leaves it out")

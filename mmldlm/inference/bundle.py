@@ -1,15 +1,15 @@
-"""Bundles: a trained network with all that it takes to generate, in one folder of hashed files without pickle.
+"""Bundles: one folder with a trained network and everything it needs to generate, in hashed files without pickle.
 
     manifest.json      sizes and SHA-256 of all other files, step, versions and revision of the code that trained it
     config.json        all settings of the run, without the paths of its machine
     model.safetensors  one set of weights, trained or EMA
     latents.json       mean and scale of the latents
     tokenizer/         as transformers' AutoTokenizer reads it
-    data/              the encoder, or the name of the one that computed the latents, and sizes of the data
+    data/              the encoder, or the name of the encoder that computed the latents, and sizes of the data
     evaluation.json    figures of `mmldlm evaluate`, if it measured these weights on the data of their run
     README.md          the model card
 
-It has the form of a checkpoint, so that what reads checkpoints also reads, verifies and refuses bundles.
+A bundle has the form of a checkpoint, so the code that reads checkpoints also reads, verifies and refuses bundles.
 """
 
 from __future__ import annotations
@@ -76,10 +76,13 @@ With mmldlm installed from its wheel:
 
 
 def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
-    """Write a run as a bundle to an existing folder; the same run gives the same bytes.
+    """Write a run as a bundle to an existing folder. The same run always gives the same bytes.
 
-    Files of the bundle are replaced, others remain. `description` is Markdown for the model card; by default that of
-    the bundle which the run was loaded from. A weight that is not finite is a `NumericalError`.
+    Existing files of a bundle are replaced, other files stay. `description` is Markdown for the model card. By default,
+    it is copied from the bundle that the run was loaded from.
+
+    Raises:
+        NumericalError: A weight is not finite.
     """
     assert isinstance(run.model, nn.Module)
     names, tensors = [BUNDLE_CONFIG, LATENTS_NAME, CARD_NAME, tensor_file_name("model", 0, 1)], model_state(run.model)
@@ -109,14 +112,14 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
 
 
 def portable(config: RunConfig) -> RunConfig:
-    """Return the config without paths, which are private and mean nothing elsewhere."""
+    """Return the config without paths, since they are private and mean nothing on another machine."""
     data = replace(config.data, path="", mixture={})
     run, checkpoint = replace(config.run, dir=""), replace(config.checkpoint, mirror="")
     return replace(config, run=run, data=data, checkpoint=checkpoint, init=InitConfig(), resume="auto")
 
 
 def matching_evaluation(run: LoadedRun) -> dict[str, Any] | None:
-    """Return the content of the run's `evaluation.json`; None unless it is of these weights and their data."""
+    """Return the content of the run's `evaluation.json`, or None if it belongs to other weights or data."""
     path = run.folder / EVALUATION_NAME
     evaluation = json.loads(read_regular(path, run.folder)) if path.is_file() else {}
     if not evaluation:

@@ -1,4 +1,4 @@
-"""`mmldlm sample RUN`: texts from latents, latents from texts, or both from noise."""
+"""`mmldlm sample RUN`: generate texts from latents, latents from texts, or both from noise."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from mmldlm.utils.progress import Progress
 MAX_POINTS, DEFAULT_POINTS = 1000, 7
 
 _BOUNDS = {"count": (1, None), "length": (1, None), "span_length": (1, None), "points": (2, MAX_POINTS)}
-# Options, and one that each needs; or some that it excludes, and why.
+# For some options, another option that they need, and options that they exclude, with the reason.
 _NEEDS = {"texts": "out", "points": "interpolate", "like": "edit", "span_length": "edit"}
 _EXCLUDES = {
     "interpolate": (("edit", "text", "latents", "count", "prefix"), ", which generates one text per point"),
     "edit": (("text", "length"), ", which has its own text and uses --span-length"),
-    "like": (("latents",), ", whose latent is used"),
+    "like": (("latents",), ", since its latent is used"),
     "search": (("count", "length", "interpolate", "edit"), ", which improves one text of a latent, of any length"),
 }
 
@@ -58,7 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="as --text, for each line of a file, or `text` of a .jsonl; see --out",
     )
     parser.add_argument(
-        "--prefix", action="append", help="what the texts follow, of data with prefixes: one, or one for each --text"
+        "--prefix",
+        action="append",
+        help="for data with prefixes, the text to continue: one, or one for each --text",
     )
     parser.add_argument("-n", "--count", type=int, default=1, help="generations per condition; default: %(default)s")
     parser.add_argument("--length", type=int, help="tokens to generate; default: by the length head")
@@ -82,9 +84,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def check_options(options: argparse.Namespace, given: set[str]) -> None:
-    """Raise `UsageError` if options contradict each other, whatever the run is.
+    """Raise `UsageError` if options contradict each other. This does not depend on the run.
 
-    `given` are the names of those that do not have their default.
+    `given` has the names of the options that differ from their defaults.
     """
     mode, out, to_file = options.mode, options.out, bool(options.out and options.out.suffix == ".jsonl")
     suffixes = (".jsonl",) if options.texts else (".npy", ".jsonl")
@@ -123,13 +125,13 @@ def _option(name: str) -> str:
 
 
 def check_length(options: argparse.Namespace, run: LoadedRun) -> None:
-    """Raise `UsageError` if the requested length is that of no text of the run."""
+    """Raise `UsageError` if the requested length exceeds the longest text of the run."""
     if options.length and options.length > run.store.manifest.max_length:
         raise UsageError(f"--length: expected 1 to {run.store.manifest.max_length}, found {options.length}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm sample`; returns the exit code."""
+    """Run `mmldlm sample` and return the exit code."""
     parser = build_parser()
     options = parser.parse_intermixed_args(argv)
     check_options(options, {name for name, value in vars(options).items() if value != parser.get_default(name)})
@@ -156,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
 def generated_lines(
     options: argparse.Namespace, run: LoadedRun, span: SpanEdit | None = None
 ) -> tuple[Generation, list[str]]:
-    """Return the generation that the options request, and lines that show it."""
+    """Generate what the options request. Return the generation and the lines to print."""
     config, count, seed = run.config.sampling, options.count, options.seed
     made = partial(sample, run, options.mode, config, seed, count=count, prefixes=options.prefix)
     if options.interpolate:
@@ -189,7 +191,7 @@ def generated_lines(
 
 
 def _distinct(texts: Sequence[str]) -> list[str]:
-    """Return a line for each different text of a condition, and one that says so if there are fewer than requested."""
+    """Return a line for each distinct text of a condition, plus a note if there are fewer than requested."""
     lines = [f"  {text}" for text in dict.fromkeys(texts)]
     if len(lines) < len(texts):
         lines.append(f"  (only {len(lines)} distinct texts; a higher sampling.temperature gives more)")
@@ -197,7 +199,7 @@ def _distinct(texts: Sequence[str]) -> list[str]:
 
 
 def sample_file(options: argparse.Namespace) -> int:
-    """Generate `--count` samples for each text or latent of a file, or `--count` joint ones; returns the exit code."""
+    """Generate `--count` samples for each text or latent of a file, or `--count` joint ones. Return the exit code."""
     mode, count = options.mode, options.count
     with batch.batch_processes(options) as (run, processes, progress):
         config, latent = run.config.sampling, run.store.manifest.latent
@@ -219,7 +221,7 @@ def sample_file(options: argparse.Namespace) -> int:
             if mode != "l2t":
                 slots = (slots[:, None] * count + torch.arange(count)).flatten()
             total = len(indices) if mode == "joint" else count
-            # Of a line's own, or of --prefix for all.
+            # A line may have its own prefix. Otherwise --prefix holds for all lines.
             own = [getattr(items[index], "prefix", "") or (options.prefix or [""])[0] for index in indices]
             prefixes = options.prefix if mode == "joint" else own
             made, generated = sample(

@@ -1,4 +1,4 @@
-"""Latents to condition on: of texts, by the run's encoder, or from a file.
+"""Latents to condition on, from texts by the run's encoder, or from a file.
 
 Shape letters: n latents, M latent tokens of a sample, C latent channels.
 """
@@ -16,31 +16,32 @@ from mmldlm.run.load import LoadedRun
 
 
 def encode_or_raise(encoder: LatentEncoder, texts: Sequence[str], hint: str = "") -> np.ndarray:
-    """Return latents of n texts on the encoder's scale, float32 [n, M, C].
+    """Encode n texts. Return latents on the encoder's scale, float32 [n, M, C].
 
-    A text without a latent is a `DataError`, to whose message `hint` is appended.
+    Raises:
+        DataError: A text has no latent. `hint` is appended to the message.
     """
     latents = encoder.encode(texts)
     for text, latent in zip(texts, latents, strict=True):
         if not np.isfinite(latent).all():
             imported = isinstance(encoder, ImportedLatents)
-            expected = "an encoder of texts, as the latents were imported" if imported else "words of its corpus"
+            expected = "an encoder of texts, but the latents were imported" if imported else "words of its corpus"
             raise DataError(f"the encoder has no latent for {text!r}: expected {expected}{hint}")
     return latents
 
 
 def encode_texts(run: LoadedRun, texts: Sequence[str]) -> np.ndarray:
-    """Encode `texts` with the run's encoder, see `encode_or_raise`."""
+    """Encode `texts` with the run's encoder (see `encode_or_raise`)."""
     return encode_or_raise(run.encoder, texts, ", or --latents")
 
 
 def read_latents(run: LoadedRun, path: Path) -> np.ndarray:
-    """Read latents on the encoder's scale from an .npy file, as `check_latents` does."""
+    """Read latents on the encoder's scale from an .npy file, and check them (see `check_latents`)."""
     return check_latents(run, read_array(path, "--latents"), f"--latents: {path}")
 
 
 def read_array(path: Path, name: str) -> np.ndarray:
-    """Map an .npy file to memory; what is no such file is a `DataError` that begins with `name`."""
+    """Map an .npy file to memory. Raises a `DataError` that begins with `name` if it is no such file."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except FileNotFoundError:
@@ -53,9 +54,10 @@ def read_array(path: Path, name: str) -> np.ndarray:
 
 
 def check_latents(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
-    """Return latents on the encoder's scale as float32 [n, M, C]; [n, C] is accepted if M is 1.
+    """Return latents on the encoder's scale as float32 [n, M, C]. [n, C] is accepted if M is 1.
 
-    Another shape or type, or a row that is not finite, is a `DataError` that begins with `name`.
+    Raises:
+        DataError: The shape or type is wrong, or a row is not finite. The message begins with `name`.
     """
     latents = check_shape(run, latents, name)
     bad = ~np.isfinite(latents.reshape(len(latents), -1)).all(1)
@@ -65,7 +67,7 @@ def check_latents(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
 
 
 def check_shape(run: LoadedRun, latents: np.ndarray, name: str) -> np.ndarray:
-    """Return latents [n, M, C] of any precision as `check_latents` does, without a look at their values."""
+    """Check the shape and type of latents like `check_latents`, but not their values. Return them as [n, M, C]."""
     shape = (run.store.manifest.latent.tokens, run.store.manifest.latent.channels)
     if latents.ndim == 2 and shape[0] == 1:
         latents = latents[:, None]

@@ -1,4 +1,4 @@
-"""`--edit "text with [a span] to rewrite"`: the text to infill, see `template` of `generate.sample`."""
+"""`--edit "text with [a span] to rewrite"`: build the template that `generate.sample` fills in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SpanEdit:
 
     @classmethod
     def parse(cls, marked: str) -> SpanEdit:
-        r"""Parse a text with one [span] in brackets; `\[`, `\]` and `\\` are literal, as is any other backslash.
+        r"""Parse a text with one [span] in brackets. `\[`, `\]` and `\\` are literal, like any other backslash.
 
         Raises:
             UsageError: There is not exactly one span.
@@ -39,18 +39,21 @@ class SpanEdit:
 
 
 def mask_span(run: LoadedRun, span_edit: SpanEdit, span_length: int | None) -> list[int]:
-    """Tokenize the text and replace the tokens that the span touches by `span_length` times [MASK], or by as many.
+    """Tokenize the text and replace the tokens that the span touches by `span_length`, or equally many, [MASK] tokens.
 
-    Whole tokens are replaced: with a tokenizer that joins a space to the following word, that space is included. An
-    empty span without a length is a `UsageError`, a result that is longer than any text of the run a `DataError`.
+    Whole tokens are replaced. If the tokenizer joins a space to the following word, that space is replaced, too.
+
+    Raises:
+        UsageError: The span is empty and has no length.
+        DataError: The result is longer than any text of the run.
     """
     text, start, stop = span_edit.text, span_edit.start, span_edit.stop
     ids, offsets = run.tokenizer.encode_with_offsets(text)
-    # An empty span within a token touches that token, too.
+    # An empty span inside a token also touches that token.
     touched = [index for index, (a, b) in enumerate(offsets) if a < stop and b > start]
     if touched:
         first, end = touched[0], touched[-1] + 1
-    else:  # an empty span: after every token with more than white space before it
+    else:  # an empty span between tokens: insert after each token with visible text before it
         first = sum(bool(text[a : min(b, start)].strip()) for a, b in offsets)
         end = first
     length = span_length or end - first

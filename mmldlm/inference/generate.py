@@ -1,4 +1,4 @@
-"""Generation with a trained run: conditions in, texts and latents out, on the encoder's own scale.
+"""Generate with a trained run: conditions in, texts and latents out, on the encoder's own scale.
 
 Shape letters: n conditions, B samples, P points between two latents, M latent tokens of a sample, C latent channels.
 """
@@ -26,7 +26,7 @@ from mmldlm.errors import DataError, UsageError
 from mmldlm.run.load import LoadedRun
 from mmldlm.settings.successors import notice
 
-MIN_SINE = 1e-4  # of the angle between two directions: below it, arc and chord cannot be distinguished
+MIN_SINE = 1e-4  # below this angle between two directions, arc and chord cannot be distinguished
 
 
 def sample(
@@ -44,20 +44,20 @@ def sample(
 ) -> tuple[Generation, list[str]]:
     """Generate `count` samples for each condition: `raw_latents` [n, M, C] in l2t, `texts` in t2l, none in joint.
 
-    Latents are on the encoder's scale, given and returned. The texts of a latent come best first.
+    Given and returned latents are on the encoder's scale. The best text of a latent comes first.
 
     Args:
-        length: Tokens of each text, or of the texts of each condition; by default from the length head: around its
-            median in l2t, a draw in joint.
-        slots: int64 [n], or [B] outside of l2t, keys of the conditions' or samples' own random streams; by default all
-            are drawn from one.
-        template: In l2t, the tokens of a text of which only [MASK] is generated.
-        prefixes: What the texts follow, see `prepare --prefix-field`: one for all, or one for each condition. In joint
-            they are the conditions.
+        length: Tokens of each text, or a number for each condition. By default, the length head decides: lengths around
+            its median in l2t, a draw in joint.
+        slots: int64 [n], or [B] outside of l2t: keys of the random streams of the conditions or samples. By default,
+            all use one stream.
+        template: In l2t, the tokens of a text. Only its [MASK] tokens are generated.
+        prefixes: Texts that the generated ones follow (see `prepare --prefix-field`): one for all, or one for each
+            condition. In joint, each prefix is a condition.
 
     Raises:
-        UsageError: Guidance is not available for the mode or the run, `length` or `prefixes` have another number than
-            the conditions, or the data of the run had no prefixes.
+        UsageError: Guidance is not available for the mode or the run, there are not as many lengths or prefixes as
+            conditions, or the run's data had no prefixes.
         DataError: A text has no tokens, or more than any text of the run.
     """
     check_guidance(run, mode, config)
@@ -75,7 +75,7 @@ def sample(
         start = [each for each in whole for _ in range(count)]
         return generate_and_decode(run, mode, config, generator, torch.zeros(len(start), *shape), start)
     if mode == "joint":
-        # Noise for the length head at t_latent = 1; `generate` draws its own.
+        # Only the length head sees this noise, at t_latent = 1. `generate` draws its own.
         latents = draw_normal(generator, (count * len(heads), *shape))
     else:
         latents = torch.from_numpy(run.store.standardize(np.asarray(raw_latents)))
@@ -93,13 +93,12 @@ def sample(
 
 
 def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
-    """Interpolate from `a` to `b` [M, C], both included, in equal steps of the angle; float32 [P, M, C].
+    """Interpolate from `a` to `b` [M, C], both included, in equal steps of the angle. Return float32 [P, M, C].
 
-    The direction of each latent token follows the great circle (Shoemake, SIGGRAPH 1985; for generative models: White,
-    arXiv 1609.04468), its norm is interpolated linearly. Standardized latents are near the sphere of norm sqrt(C)
-    around the mean latent: a straight line would pass through the inside, near the mean of all texts, which is the
-    latent of none. The interpolation is linear where no unique great circle exists: if the directions are equal or
-    opposite, or a latent is zero.
+    The direction of each latent token follows the great circle (Shoemake, SIGGRAPH 1985, and for generative models
+    White, arXiv 1609.04468). Its norm is interpolated linearly. Standardized latents lie near the sphere of norm
+    sqrt(C) around the mean latent. A straight line would pass near the mean of all texts, which is no text's latent. If
+    no unique great circle exists (equal or opposite directions, or a zero latent), the interpolation is linear.
     """
     # Shapes: weight [P, 1, 1], directions u and v [M, C], norms and angle [M, 1].
     weight = np.linspace(0, 1, points)[:, None, None]
@@ -108,7 +107,7 @@ def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
     angle = np.arccos(np.clip((u * v).sum(-1, keepdims=True), -1, 1))
     sine = np.sin(angle)
     has_arc = (sine > MIN_SINE) & (norms[0] > 0) & (norms[1] > 0)
-    # Rows without an arc are divided by 1 here and take the straight line below.
+    # Rows without an arc are divided by 1 here, and follow the straight line below.
     direction = (np.sin((1 - weight) * angle) * u + np.sin(weight * angle) * v) / np.where(has_arc, sine, 1)
     norm = (1 - weight) * norms[0] + weight * norms[1]
     return np.where(has_arc, norm * direction, (1 - weight) * a + weight * b).astype(np.float32)
@@ -122,10 +121,10 @@ def interpolate(
     points: int,
     length: int | None = None,
 ) -> tuple[Generation, list[str]]:
-    """Generate a text for each of `points` latents from one of `raw_latents` [2, M, C] to the other, both included.
+    """Generate a text for each of `points` latents between the two `raw_latents` [2, M, C], both included.
 
-    All texts have the same length, by default the median of the length head for the latent in the middle, and use the
-    same random numbers: neighbors differ by their latents alone.
+    All texts have the same length, by default the length head's median for the middle latent, and use the same random
+    numbers. So neighbors differ only in their latents.
     """
     check_guidance(run, "l2t", config)
     a, b = run.store.standardize(raw_latents)
@@ -134,7 +133,7 @@ def interpolate(
         length = int(median_lengths(length_probabilities(run.model, run.store.manifest.mask_id, middle, 0.0)))
     results, start = [], [[run.store.manifest.mask_id] * length]
     for latent in torch.from_numpy(slerp(a, b, points)).split(1):
-        # One by one: within a batch the samples get different random numbers.
+        # Generate one by one, because samples in a batch get different random numbers.
         generator = torch.Generator().manual_seed(seed)
         results.append(generate_and_decode(run, "l2t", config, generator, latent, start))
     generation = Generation(
@@ -155,18 +154,18 @@ def generate_and_decode(
     latents: Tensor,
     start: Sequence[Sequence[int]],
 ) -> tuple[Generation, list[str]]:
-    """Call `generate` with standardized `latents` [B, M, C] on the host, and decode the result as `sample` does."""
+    """Call `generate` with standardized `latents` [B, M, C] on the host, and decode the result like `sample`."""
     return decoded(run, run.sampler(config).generate(mode, generator, latents.to(run.device), start))
 
 
 def decoded(run: LoadedRun, made: Generation) -> tuple[Generation, list[str]]:
-    """Return a generation with latents on the encoder's scale, and its texts."""
+    """Decode a generation's texts, and return them with the generation's latents on the encoder's scale."""
     restored = torch.from_numpy(run.store.restore(made.latents.numpy()))
     return replace(made, latents=restored), run.tokenizer.decode_batch(made.split())
 
 
 def tokenize_texts(run: LoadedRun, texts: Sequence[str]) -> list[list[int]]:
-    """Tokenize `texts`; `DataError` if one has no tokens, or more than any text of the run."""
+    """Tokenize `texts`. Raises `DataError` if one has no tokens, or more than any text of the run."""
     ids, max_length = run.tokenizer.encode_batch(texts), run.store.manifest.max_length
     lengths = [len(text_ids) for text_ids in ids]
     if min(lengths) < 1 or max(lengths) > max_length:
@@ -175,11 +174,11 @@ def tokenize_texts(run: LoadedRun, texts: Sequence[str]) -> list[list[int]]:
 
 
 def prefix_tokens(run: LoadedRun, prefixes: Sequence[str], count: int) -> list[list[int]]:
-    """Tokenize the prefixes of `count` conditions, one or one for each, with the token that ends each; [] for ""."""
+    """Tokenize one prefix for all `count` conditions, or one for each, with its end token. "" becomes []."""
     if any(prefixes) and not run.store.manifest.has_prefixes:
         raise UsageError(f"prefix: expected a run on data with prefixes (`prepare --prefix-field`), found {run.folder}")
     if run.store.manifest.has_prefixes and not all(prefixes):
-        notice(str(run.folder), f"{run.folder}: texts without a prefix follow nothing; those of its data have one")
+        notice(str(run.folder), f"{run.folder}: its texts follow a prefix, but none was given")
     if len(prefixes) not in (1, count):
         raise UsageError(f"prefix: expected one, or one for each of {count} conditions, found {len(prefixes)}")
     end, ids = run.store.manifest.pad_id, run.tokenizer.encode_batch([prefix.strip() for prefix in prefixes])

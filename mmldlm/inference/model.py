@@ -1,4 +1,4 @@
-"""`Model`: a trained network in three methods, `sample`, `encode` and `score`.
+"""`Model`: use a trained network through three methods, `sample`, `encode` and `score`.
 
 Shape letters: n texts or conditions, B generated samples, M latent tokens of a sample, C latent channels, T draws.
 """
@@ -27,7 +27,7 @@ from mmldlm.settings.successors import current
 from mmldlm.utils.intervals import Ratio, ratio_of_sums
 from mmldlm.utils.torch_defaults import torch_defaults
 
-GRID_TEXTS = 64  # consecutive texts that share a low-discrepancy grid of noise times, in `score`
+GRID_TEXTS = 64  # in `score`, this many consecutive texts share a low-discrepancy grid of noise times
 if TYPE_CHECKING:
     _HubMixin: Any = object
 else:
@@ -39,7 +39,7 @@ else:
 
 @dataclass(frozen=True)
 class Samples:
-    """B generated samples, those of one condition next to each other; what was given is returned unchanged.
+    """B generated samples. Samples of one condition are next to each other. Given texts or latents are unchanged.
 
     Attributes:
         texts: The texts.
@@ -57,9 +57,9 @@ class Score:
     """Upper bounds on the negative log-likelihood of n texts, given their numbers of tokens.
 
     Attributes:
-        nats: The bound of each text, float64 [n]; an unbiased estimate.
-        standard_errors: Its standard error over the T draws, float64 [n]; NaN for one draw.
-        tokens: Tokens of each text, int64 [n].
+        nats: An unbiased estimate of each text's bound, float64 [n].
+        standard_errors: The standard error of each estimate over the T draws, float64 [n]. NaN for one draw.
+        tokens: Number of tokens of each text, int64 [n].
     """
 
     nats: np.ndarray
@@ -68,7 +68,7 @@ class Score:
 
     @property
     def bits_per_token(self) -> Ratio:
-        """Bits of all texts per token, with the standard error and the 95 % interval over texts (from two on)."""
+        """Bits per token over all texts. For two texts or more, with standard error and 95 % interval over texts."""
         return ratio_of_sums(self.nats, self.tokens.astype(np.float64)) * (1 / math.log(2))
 
 
@@ -76,11 +76,11 @@ class Model(_HubMixin):
     """A trained network from a bundle, a run folder or, by `from_pretrained`, a model hub.
 
     Args:
-        path: Bundle of `mmldlm export`, whose files are verified, or a run folder.
-        device: Device of the network; by default the GPU, if there is one.
+        path: A bundle of `mmldlm export`, whose files are verified, or a run folder.
+        device: Device of the network, by default the GPU if there is one.
 
     Raises:
-        DataError: The folder is no bundle, or a file of it is damaged; the message names it.
+        DataError: The folder is no bundle, or a file is damaged. The message names it.
     """
 
     def __init__(self, path: str | Path, device: str | None = None):
@@ -109,7 +109,7 @@ class Model(_HubMixin):
         """Return the encoder's latents of n texts on its own scale, float32 [n, M, C].
 
         Raises:
-            DataError: The encoder has no latent for a text; one whose latents were imported has none for any.
+            DataError: The encoder has no latent for a text. If latents were imported, it has none for any text.
         """
         return encode_or_raise(self.run.encoder, _as_list(texts), ", or latents")
 
@@ -129,16 +129,16 @@ class Model(_HubMixin):
         """Generate texts from latents (l2t), latents from texts (t2l), or both from noise (joint).
 
         Args:
-            texts: n conditions: in t2l the texts, in l2t texts whose latents by the encoder are the conditions.
+            texts: n conditions. In t2l, the texts themselves. In l2t, texts that the encoder turns into latents.
             latents: n conditions in l2t: float [n, M, C] on the encoder's scale, or [n, C] if M is 1.
-            mode: l2t, t2l or joint; by default l2t for latents, t2l for texts and joint without a condition.
-            count: Samples per condition; in joint, which has none, the number of samples.
-            lengths: Tokens of each text: one number, or one for each of the n conditions; by default from the length
-                head, by `tried_lengths` around its median in l2t and a draw in joint.
-            prefixes: What the texts follow, for a network trained on data with prefixes (`prepare --prefix-field`): one
-                for all conditions or one for each. In joint each is a condition.
+            mode: l2t, t2l or joint. By default l2t for latents, t2l for texts and joint without a condition.
+            count: Samples per condition. In joint, which has no conditions, the number of samples.
+            lengths: Tokens of each text: one number, or one for each of the n conditions. By default, the length head
+                decides: `tried_lengths` lengths around its median in l2t, a draw in joint.
+            prefixes: Texts that the generated ones follow, for a network trained on data with prefixes
+                (`prepare --prefix-field`): one for all conditions or one for each. In joint each is a condition.
             seed: Seed of the random numbers.
-            **sampling: Settings that replace the run's own `sampling`, such as steps, top_p or tried_lengths.
+            **sampling: Settings that replace the run's own `sampling`, e.g. steps, top_p or tried_lengths.
 
         Returns:
             B = n x count samples.
@@ -188,16 +188,16 @@ class Model(_HubMixin):
 
         Args:
             texts: The texts.
-            latents: float [n, M, C] on the encoder's scale, such as `encode(texts)`; None: without latents, for which
-                the network must have trained joint.
-            prefixes: What the texts follow, see `sample`. Their own likelihood does not count.
-            draws: T, noise times per text; each costs one forward pass.
+            latents: float [n, M, C] on the encoder's scale, e.g. `encode(texts)`. With None, texts are scored without
+                latents, which requires a network that has trained joint.
+            prefixes: Texts that `texts` follow, see `sample`. Their own likelihood does not count.
+            draws: T, the number of noise times per text. Each costs one forward pass.
             seed: Seed of the noise.
             batch_size: Texts per forward pass.
 
         Raises:
-            UsageError: The network was not trained for that, or a number is out of range.
-            DataError: A text has no tokens or too many, or a latent has another shape.
+            UsageError: The network was not trained for this mode, or a number is out of range.
+            DataError: A text has no tokens or too many, or a latent has the wrong shape.
         """
         run = self.run
         check_scored_mode(run, latents is not None)
@@ -228,7 +228,7 @@ class Model(_HubMixin):
     def from_pretrained(
         cls, model_id: str | Path, *, revision: str | None = None, device: str | None = None, **download: Any
     ) -> Model:
-        """Load a local bundle, or download one; other options are those of huggingface_hub's `snapshot_download`.
+        """Load a local bundle, or download one. Other options go to huggingface_hub's `snapshot_download`.
 
         Raises:
             DataError: There is no such folder or model, or it is no bundle.
@@ -239,14 +239,14 @@ class Model(_HubMixin):
             from huggingface_hub import snapshot_download
 
             folder = snapshot_download(str(model_id), revision=revision, **download)
-        except Exception as error:  # the library is missing, or raises one of its many kinds
+        except Exception as error:  # the library is missing, or raises one of its many errors
             reason = " ".join(str(error).split())[:200]
-            raise DataError(f"{model_id}: no such folder, and no model that the hub gives ({reason})") from None
+            raise DataError(f"{model_id}: no such folder, and the hub does not provide it ({reason})") from None
         return cls(folder, device)
 
 
 def load(path: str | Path, device: str | None = None) -> Model:
-    """Load a bundle of `mmldlm export`, or a run folder, see `Model`."""
+    """Load a bundle of `mmldlm export`, or a run folder (see `Model`)."""
     return Model(path, device)
 
 
@@ -255,7 +255,7 @@ def _as_list(texts: Sequence[str]) -> list[str]:
 
 
 def check_scored_mode(run: LoadedRun, given_latents: bool) -> None:
-    """Raise `UsageError` if the network was not trained to generate texts so."""
+    """Raise `UsageError` if the network was not trained to generate texts with, or without, a latent."""
     mode = "l2t" if given_latents else "joint"
     if mode not in run.config.trained_modes:
         raise UsageError(
@@ -272,12 +272,12 @@ def draw_bounds(
     seed: int,
     draws: int,
 ) -> np.ndarray:
-    """Return unbiased estimates of the bounds of B texts in nats, float64 [T, B], see `Model.score`.
+    """Return unbiased estimates of the bounds of B texts in nats, float64 [T, B] (see `Model.score`).
 
     Args:
-        latents: [B, M, C] on the encoder's scale; None: without.
-        indices: Places of the texts in the input, which with the seed determine the noise.
-        draws: T. Each has its own noise.
+        latents: [B, M, C] on the encoder's scale, or None.
+        indices: Positions of the texts in the input. Together with the seed, they determine the noise.
+        draws: T. Each draw has its own noise.
     """
     latent, flat = run.store.manifest.latent, torch.tensor([token for text in tokens for token in text])
     shape = len(tokens), latent.tokens, latent.channels

@@ -1,4 +1,4 @@
-"""`mmldlm score RUN FILE --out OUT.jsonl`: the likelihood bound of each text of a file."""
+"""`mmldlm score RUN FILE --out OUT.jsonl`: bound the likelihood of each text of a file."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ from mmldlm.utils.intervals import Ratio, mean_of_draws, ratio_of_sums
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("mmldlm score", description="Bound the negative log-likelihood of each text.")
     add_run_options(parser)
-    parser.add_argument("texts", type=Path, metavar="FILE", help="a text a line, or .jsonl with `text`")
+    parser.add_argument("texts", type=Path, metavar="FILE", help="a text per line, or .jsonl with `text`")
     add_settings(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="OUT.jsonl", help="a line for each text")
     parser.add_argument(
-        "--latents", metavar="own|FILE.npy", help="given the texts' own latents by the encoder, or these; default: none"
+        "--latents",
+        metavar="own|FILE.npy",
+        help="score given the encoder's latents, or these; default: without",
     )
     parser.add_argument("--draws", type=int, default=16, help="noise times per text; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
@@ -37,7 +39,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm score`; returns the exit code."""
+    """Run `mmldlm score` and return the exit code."""
     options = _parse(argv)
     draws, size = options.draws, options.batch
     with batch.batch_processes(options) as (run, processes, progress):
@@ -81,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _bits_per_token(nats: Ratio) -> dict[str, Any]:
-    """Return the bits with their interval, over the draws of a text or over texts."""
+    """Convert nats per token to bits, with the interval over the draws of a text, or over texts."""
     bits = nats * BITS
     return {
         "bits_per_token": bits.value,

@@ -1,4 +1,4 @@
-"""`mmldlm checkpoints list|diff|merge`: the checkpoints of a run, how two differ, and the mean of several."""
+"""`mmldlm checkpoints list|diff|merge`: list a run's checkpoints, compare two, or average several."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SET_ASIDE = ("damaged-", "superseded-")
 
 
 def list_checkpoints(run: Path) -> list[dict[str, Any]]:
-    """Return what the manifests of a run's checkpoints say, newest first; nothing is verified."""
+    """Describe a run's checkpoints by their manifests, newest first. Their files are not verified."""
     config, folder = run_config(run), run / "checkpoints"
     retention = config.checkpoint.retention
     if not folder.is_dir() and not (run / "metrics.jsonl").is_file():
@@ -59,8 +59,8 @@ def list_checkpoints(run: Path) -> list[dict[str, Any]]:
         step, info, loss = body["step"], body["info"], body["info"].get("validation_loss")
         saved_at, notes = (path / MANIFEST).stat().st_mtime, []
         if path in bodies:
-            loss = validations.get(step, loss)  # a checkpoint has its own if it was among the best
-            saved_at = times.get(step, saved_at)  # files are as old as their copy
+            loss = validations.get(step, loss)  # the manifest has a loss only if it was among the best
+            saved_at = times.get(step, saved_at)  # a copied file is only as old as the copy
             notes += ["best"] if step in best else []
         rows.append(
             {
@@ -81,9 +81,9 @@ def diff_checkpoints(first: Path, second: Path) -> dict[str, Any]:
     """Compare two checkpoints, or the newest ones of two runs.
 
     Returns:
-        "tensors" with the largest absolute and the relative difference (norm of the difference over the norm of the
-        first tensor) of each tensor that differs, "equal" with the number of the others, and both values of each
-        entry of "config" and "state" that differs.
+        "tensors": for each tensor that differs, the largest absolute difference and the relative one (the norm of the
+        difference over the norm of the first tensor). "equal": the number of equal tensors. "config" and "state":
+        both values of each entry that differs.
 
     Raises:
         DataError: A checkpoint is damaged or missing.
@@ -113,16 +113,16 @@ def diff_checkpoints(first: Path, second: Path) -> dict[str, Any]:
 
 
 def merge_checkpoints(paths: Sequence[Path], shares: Sequence[float], weights: Weights | None) -> LoadedRun:
-    """Return the first of several trained networks with the mean of all their weights.
+    """Average the weights of several trained networks, and return the first run with the mean weights.
 
     Args:
-        paths: Folders of checkpoints, runs (their newest checkpoint) or bundles, of one network and one standardization
-            of latents.
+        paths: Folders of checkpoints, runs (their newest checkpoint is taken) or bundles. All must have one network
+            and one standardization of latents.
         shares: Share of each in the mean.
         weights: As in `load_run`.
 
     Raises:
-        DataError: One of them cannot be read, or its network or latents are others than the first's.
+        DataError: A folder cannot be read, or its network or latents differ from the first one's.
     """
     merged, sums, origin = None, dict[str, Tensor](), list[dict[str, Any]]()
     for path, share in zip(paths, shares, strict=True):
@@ -135,7 +135,7 @@ def merge_checkpoints(paths: Sequence[Path], shares: Sequence[float], weights: W
             ("standardization of latents", merged.store.manifest.latent, run.store.manifest.latent),
         ):
             if here != there:
-                raise DataError(f"{path}: expected the {what} of {paths[0]}, found others")
+                raise DataError(f"{path}: expected the same {what} as in {paths[0]}, found others")
         assert isinstance(run.model, nn.Module)
         for name, tensor in run.model.state_dict().items():
             sums[name] = sums.get(name, 0) + tensor.double() * (share / sum(shares))
@@ -189,7 +189,7 @@ def _print_diff(found: dict[str, Any]) -> None:
     tensors = found["tensors"]
     print(*map(printable, found["checkpoints"]), sep=" -> ")
     print(f"{found['equal']} tensors are equal, {len(tensors)} differ", end="")
-    print(f"; of the settings {len(found['config'])} differ, of the state {len(found['state'])} values")
+    print(f"; {len(found['config'])} settings and {len(found['state'])} values of the state differ")
     for key in ("config", "state"):
         for name, (before, after) in found[key].items():
             print(printable(f"{key} {name}: {short_repr(before)} -> {short_repr(after)}"))
@@ -217,8 +217,12 @@ def main(argv: list[str] | None = None) -> int:
     merge = commands.add_parser("merge", help="a bundle with the mean weights of several checkpoints of one network")
     merge.add_argument("checkpoints", type=Path, nargs="+", help="folders of checkpoints, runs or bundles")
     merge.add_argument("--out", type=Path, required=True, help="folder of the bundle, which must not exist")
-    merge.add_argument("--shares", type=float, nargs="+", metavar="S", help="share of each in the mean (equal)")
-    merge.add_argument("--weights", choices=list(WEIGHTS_LABELS), help="weights of checkpoints that have both")
+    merge.add_argument(
+        "--shares", type=float, nargs="+", metavar="S", help="weight of each in the mean (default: equal)"
+    )
+    merge.add_argument(
+        "--weights", choices=list(WEIGHTS_LABELS), help="which weights to take from checkpoints that have both"
+    )
     for command in (listing, diff):
         command.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
@@ -227,10 +231,12 @@ def main(argv: list[str] | None = None) -> int:
         if not 1 < len(shares) == len(options.checkpoints) or not all(0 < share < math.inf for share in shares):
             given = len(options.checkpoints)
             found = "one checkpoint" if given == 1 else f"{given} checkpoints and --shares {shares}"
-            raise UsageError(f"checkpoints merge: expected two or more, with a share above 0 of each, found {found}")
+            raise UsageError(
+                f"checkpoints merge: expected two checkpoints or more, each with a share above 0, found {found}"
+            )
         check_new(options.out)
         run = merge_checkpoints(options.checkpoints, shares, options.weights)
-        save_bundle(replace(run, folder=options.out), options.out)  # whose evaluation is still to come
+        save_bundle(replace(run, folder=options.out), options.out)  # without the first run's evaluation
         next_step = f"mmldlm evaluate {options.out} --data STORE --out FOLDER"
         print(printable(f"{options.out}: the mean of {len(shares)} checkpoints; {next_step}"))
         return ExitCode.DONE

@@ -1,4 +1,4 @@
-"""`mmldlm config`: show a resolved run config with the origin of each value, how two differ, or the JSON schema."""
+"""`mmldlm config`: show a resolved run config with the origin of each value, compare two, or print the JSON schema."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ from mmldlm.settings.layers import ExtendsConfig
 from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import display_name
 
-_MAX_ALIGNED_COLUMNS = 64  # origins are aligned unless the setting is wider
+_MAX_ALIGNED_COLUMNS = 64  # a wider setting does not move the column of origins
 
 
 def to_flow_yaml(value: Any) -> str:
     """Return `value` as YAML on one line."""
-    # As the element of a list: YAML would end a bare scalar with a line "...".
+    # Dump it inside a list, because YAML would end a bare scalar with a line "...".
     text = yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, sort_keys=False, width=10**9)
     return text.rstrip("\n")[1:-1]
 
 
 def annotate(settings: Mapping[str, Any], origins: Mapping[str, str]) -> list[str]:
-    """Return settings, by dotted key, as lines of YAML, each with its origin as a comment."""
+    """Format settings, given by dotted key, as lines of YAML, each with its origin as a comment."""
     lines: list[tuple[str, str]] = []
     open_groups: list[str] = []
     for key, value in settings.items():
         *groups, name = key.split(".")
         for depth, group in enumerate(groups):
-            # A heading for each group that the previous setting was not in.
+            # Add a heading for each group that the previous setting did not belong to.
             if open_groups[: depth + 1] != groups[: depth + 1]:
                 lines.append(("  " * depth + f"{group}:", ""))
         open_groups = groups
@@ -52,13 +52,13 @@ def annotate(settings: Mapping[str, Any], origins: Mapping[str, str]) -> list[st
 
 
 def config_diff(first: RunConfig, second: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """Return both values of each setting that differs, by dotted key; paths are compared as absolute paths."""
+    """Return both values of each setting that differs, by dotted key. Paths are compared as absolute paths."""
     first_values, second_values = (flat_settings(with_absolute_paths(config)) for config in (first, second))
     return {key: (value, second_values[key]) for key, value in first_values.items() if value != second_values[key]}
 
 
 def config_file(path: str) -> Path:
-    """Return the config file at `path`, a file or a run folder; a folder without a config is a `ConfigError`."""
+    """Return the config file for `path`, a file or a run folder. Raises `ConfigError` for a folder without a config."""
     target = Path(path)
     if not target.is_dir():
         return target
@@ -77,7 +77,7 @@ def config_schema() -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `mmldlm config`; a number of configs that does not fit the options is a `UsageError`."""
+    """Run `mmldlm config`. Raises `UsageError` if the number of configs does not fit the options."""
     parser = argparse.ArgumentParser(
         prog="mmldlm config",
         usage="%(prog)s [--changed] [--json] CONFIG [key.sub=value ...] | %(prog)s --diff [--json] CONFIG CONFIG | "

@@ -1,4 +1,4 @@
-"""`mmldlm export RUN OUT`: a run as a folder that needs neither its data store nor the trainer's dependencies."""
+"""`mmldlm export RUN OUT`: write a run as a folder that needs neither the data store nor the trainer's dependencies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_new(out: Path) -> None:
 
 
 def save_bundle(run: LoadedRun, out: Path, description: str = "") -> None:
-    """Write a bundle to a new folder, complete or not at all: to one beside it, which is then renamed."""
+    """Write a bundle to a new folder, complete or not at all: write a temporary folder beside it, then rename."""
     temporary = temporary_name(out.absolute())
     try:
         make_folder(temporary)
@@ -29,7 +29,7 @@ def save_bundle(run: LoadedRun, out: Path, description: str = "") -> None:
         try:
             temporary.rename(out)
         except OSError:
-            check_new(out)  # another process may just have made it
+            check_new(out)  # another process may have created it in the meantime
             raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -37,10 +37,10 @@ def save_bundle(run: LoadedRun, out: Path, description: str = "") -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm export`; returns the exit code."""
+    """Run `mmldlm export` and return the exit code."""
     parser = argparse.ArgumentParser("mmldlm export", description=__doc__)
     add_run_options(parser)
-    parser.add_argument("out", type=Path, help="folder of the bundle, which must not exist")
+    parser.add_argument("out", type=Path, help="new folder for the bundle")
     parser.add_argument("--card", type=Path, metavar="FILE", help="Markdown to include in the model card")
     options = parser.parse_args(argv)
     out: Path = options.out
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     save_bundle(run, out, description)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     if (run.folder / EVALUATION_NAME).is_file() and matching_evaluation(run) is None:
-        print(printable(f"{run.folder / EVALUATION_NAME}: is not of these weights, so the model card has no figures"))
+        print(printable(f"{run.folder / EVALUATION_NAME}: belongs to other weights, so the model card has no figures"))
     next_step = f"mmldlm sample {out} --text ..., or mmldlm.load({str(out)!r})"
     print(printable(f"{out}: {run}, {size / 2**20:.1f} MiB; {next_step}"))
     return 0

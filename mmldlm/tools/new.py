@@ -1,4 +1,4 @@
-"""`mmldlm new DIR`: a project folder with presets, launcher files and the quickstart, without a checkout."""
+"""`mmldlm new DIR`: create a project folder with presets, launcher files and the quickstart, without a checkout."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 import mmldlm
 from mmldlm.errors import StorageError, UsageError
 
-FILES = Path(mmldlm.__file__).parent / "project"  # in a checkout, links to the folders at its root
+FILES = Path(mmldlm.__file__).parent / "project"  # in a checkout, it has links to the folders at the root
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm new`; returns the exit code."""
+    """Run `mmldlm new` and return the exit code."""
     parser = argparse.ArgumentParser("mmldlm new", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder to write to, which may have other files")
+    parser.add_argument("folder", type=Path, help="folder to write to; it may have other files")
     folder: Path = parser.parse_args(argv).folder
     names = sorted(path.name for path in FILES.iterdir())
     taken = [name for name in names if (folder / name).exists()]

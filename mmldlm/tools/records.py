@@ -1,4 +1,4 @@
-"""Records of `metrics.jsonl` and other files of a run, validated once, where they are read. Imports no torch."""
+"""Read and validate the records of `metrics.jsonl` and other files of a run. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from mmldlm.utils.short_repr import short_repr
 
 Record = dict[str, Any]
 _ModelT = TypeVar("_ModelT", bound=BaseModel)
-Count = Annotated[int, Field(ge=0, le=2**53)]  # exact as a float
+Count = Annotated[int, Field(ge=0, le=2**53)]  # up to 2**53 a float is exact
 
 
 class _Model(BaseModel):
-    """Keys that readers use; others are allowed."""
+    """Base of all models: it declares the keys that readers use, and allows others."""
 
     model_config = ConfigDict(strict=True, extra="allow", frozen=True)
 
@@ -40,7 +40,7 @@ class Rank(_Model):
 
 
 class StartupReport(_Model):
-    """`startup.json`, and a part of the record of a start."""
+    """The start-up report: the content of `startup.json`, and part of the record of a start."""
 
     world_size: Count | None = None
     engine: str | None = None
@@ -51,7 +51,7 @@ class StartupReport(_Model):
 
 
 class ExitReport(_Model):
-    """How a rank ended: `exit.json` is the report of the run, `exit.rank*.json` those of other ranks."""
+    """How a rank ended. `exit.json` is the report of the run, `exit.rank*.json` are reports of other ranks."""
 
     rank: Count
     code: int
@@ -61,12 +61,12 @@ class ExitReport(_Model):
 
     @property
     def is_clean(self) -> bool:
-        """True if the rank finished, or was stopped and saved."""
+        """Whether the rank finished, or was stopped and saved."""
         return self.code in (ExitCode.DONE, ExitCode.STOPPED)
 
 
 class Lock(_Model):
-    """`run.lock`: the process of rank 0, while it holds the folder or after it was killed."""
+    """The content of `run.lock`: the process of rank 0, while it holds the folder or after it was killed."""
 
     host: str
     pid: Count
@@ -74,7 +74,7 @@ class Lock(_Model):
 
 
 class _Record(_Model):
-    """A record of any kind; keys with a default are of one kind."""
+    """A record of any kind. A key with a default belongs to the kind in its comment, or to several."""
 
     kind: str
     step: Count
@@ -102,14 +102,15 @@ class _Heartbeat(_Record):
     what: str
 
 
-# The kinds with keys of their own that are no single optional one.
+# Kinds of records with more than one additional key, or with a required one.
 _MODELS: dict[str, type[_Record]] = {"start": _Start, "resume": _Start, "heartbeat": _Heartbeat}
 
 
 def check_record(line: bytes) -> Record:
-    """Return the record in `line`, with NaN for metrics that were not finite.
+    """Parse and validate a line of `metrics.jsonl`. Metrics that were not finite become NaN.
 
-    It is a `DataError` if the line is no record, or one of its values is missing or of another type.
+    Raises:
+        DataError: The line is no record, or a value is missing or has the wrong type.
     """
     try:
         record: Record = json.loads(line)
@@ -124,10 +125,10 @@ def check_record(line: bytes) -> Record:
     except (ValueError, RecursionError):
         raise DataError("is no JSON") from None
     for key in record.get("nonfinite", ()):
-        if key in record:  # otherwise the key is a path into a value, such as "ranks.0.loss"
+        if key in record:  # otherwise the key is a path into a nested value, e.g. "ranks.0.loss"
             record[key] = math.nan
     for key, value in record.items():
-        # A metric; null if it does not exist in this record.
+        # Only metrics have a slash. A metric that does not exist in this record is null.
         if "/" not in key or value is None or value is math.nan:
             continue
         if type(value) not in (int, float) or not abs(value) <= sys.float_info.max:
@@ -136,7 +137,7 @@ def check_record(line: bytes) -> Record:
 
 
 def read_json(path: Path) -> Mapping[str, Any]:
-    """Return the JSON object in `path`; empty if the file is missing, torn or no JSON object."""
+    """Return the JSON object in `path`, or an empty one if the file is missing, torn or no JSON object."""
     try:
         content = json.loads(read_regular(path, path.parent))
     except (OSError, ValueError, RecursionError):
@@ -145,7 +146,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
 
 
 def read_model(path: Path, model: type[_ModelT]) -> _ModelT | None:
-    """Return the content of `path` as `model`; None if the file is missing, torn or says something else."""
+    """Return the content of `path` as `model`, or None if the file is missing, torn or does not match."""
     try:
         return model.model_validate_json(read_regular(path, path.parent))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Replays of a run's steps in a scratch folder, from the run folder and the data store alone."""
+"""Train a run's steps again in a scratch folder, from nothing but the run folder and the data store."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.files import open_regular
 
-_OF_STARTS = ("config", "data_manifest", "versions", "world_size", "ranks")  # what a replay needs
+_OF_STARTS = ("config", "data_manifest", "versions", "world_size", "ranks")  # keys of a start that a replay needs
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class RecordedRun:
     """A run as its folder describes it.
 
     Attributes:
-        overrides: Settings that a replay changes, such as `data.path=NEW`.
-        damaged: A line about each line that is no record.
+        overrides: Settings that a replay changes, e.g. `data.path=NEW`.
+        damaged: One message for each line that is no record.
     """
 
     folder: Path
@@ -45,7 +45,7 @@ class RecordedRun:
 
     @classmethod
     def read(cls, folder: Path, overrides: Sequence[str] = ()) -> RecordedRun:
-        """Read the records of a run; if the record of a start is missing or incomplete, raise `DataError`."""
+        """Read the records of a run. Raises `DataError` if the record of a start is missing or incomplete."""
         path, records, damaged = folder / "metrics.jsonl", [], []
         with open_regular(path, folder) if path.exists() else io.BytesIO() as file:
             lines = file.read().splitlines()
@@ -64,7 +64,7 @@ class RecordedRun:
 
     @property
     def starts(self) -> list[Record]:
-        """Records of the run's starts, which have config, engine and versions of the steps after them."""
+        """Records of the run's starts. Each has the config, engine and versions of the steps after it."""
         return [record for record in self.records if record["kind"] in ("start", "resume")]
 
     @property
@@ -74,11 +74,11 @@ class RecordedRun:
 
     @property
     def checkpoints(self) -> dict[int, Path]:
-        """The checkpoint folders by step, in ascending order; unverified."""
+        """The checkpoint folders by step, in ascending order. They are not verified."""
         return CheckpointStore(self.folder / "checkpoints", Retention()).by_step()
 
     def grad_norms(self) -> dict[int, float]:
-        """Return the recorded gradient norm of each step, without steps whose record was never written."""
+        """Return the gradient norm of each step that has a record."""
         norms: dict[int, float] = {}
         for record in self.records:
             recorded = record.get("grad_norms", [])
@@ -103,18 +103,18 @@ class RecordedRun:
 def replay(
     run: RecordedRun, first: int, last: int, launch: LauncherEnv, folder: Path | None = None
 ) -> Iterator[tuple[Trainer, int, int, bool]]:
-    """Replay the stretches of the steps `first` to `last`, from the newest checkpoint before them on (collective).
+    """Replay the steps `first` to `last`, stretch by stretch, from the newest checkpoint before them (collective).
 
-    A stretch lies between two checkpoints or starts of the run. The caller advances its trainer to its last step, and
-    saves. Nothing is printed to stdout meanwhile. The scratch folder is made in `folder`, of all nodes if there are
-    several; by default among temporary files.
+    A stretch lies between two checkpoints or starts of the run. For each stretch, the caller advances the trainer to
+    the last step and saves. Meanwhile nothing is printed to stdout. The scratch folder is created in `folder`, which
+    all nodes must share, or by default among temporary files.
 
     Yields:
-        A trainer in a scratch folder after the step before the stretch, that step and the last one, and whether it
-        begins as the run did, not where the replay before it ended.
+        The trainer, placed before the stretch. The step that it has reached. The last step of the stretch. Whether the
+        stretch begins at the run's own checkpoint or start, rather than where the previous stretch ended.
     """
     saved, origin = run.checkpoints, run.starts[0]
-    if source := origin.get("resumed_from"):  # of another run
+    if source := origin.get("resumed_from"):  # the run started from another run's checkpoint
         saved.setdefault(origin["step"], Path(source["path"]))
     begins = {origin["step"], *saved}
     begin = max((step for step in begins if step < first), default=origin["step"])
@@ -140,16 +140,16 @@ def replay(
 
 
 def _replay_config(config: RunConfig, checkpoint: Path | None, scratch: Path) -> RunConfig:
-    """Return the config of a replay: it saves only what the state's best validations come from."""
+    """Return the config of a replay. It validates as the run did, since the saved state has the best validations."""
     return replace(
         config,
         run=replace(config.run, dir=str(scratch)),
         resume="never" if checkpoint is None else str(checkpoint),
-        # Bad samples to leave out are found by a full verification.
+        # Only a full verification finds the bad samples that the run left out.
         data=replace(config.data, verify="full" if config.data.max_bad_samples else "sizes"),
         checkpoint=CheckpointConfig(every_steps=0, keep_best=config.checkpoint.keep_best, async_=False),
         validation=replace(config.validation, text_samples=0),
-        log=replace(config.log, trackers=[]),  # some validations of a run with TensorBoard measure more
+        log=replace(config.log, trackers=[]),  # but keep TensorBoard: a run with it measures more in some validations
         profile=ProfileConfig(),
     )
 

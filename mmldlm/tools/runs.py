@@ -1,4 +1,4 @@
-"""Records and state of a run, read from its folder while it is written or afterwards. Imports no torch."""
+"""Read the records and the state of a run from its folder, during the run or afterwards. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ from mmldlm.utils.files import open_regular
 from mmldlm.utils.format import human_duration
 from mmldlm.utils.nested import flatten
 
-# Keys of the start-up report that influence a run besides its config.
+# Keys of the start-up report that influence a run, in addition to its config.
 _ENVIRONMENT_KEYS = (
     *("engine", "sharding", "world_size", "nodes", "optimizer", "attention", "compile"),
     *("git", "data_manifest", "versions"),
 )
-CURVE_KINDS = ("train", "validation", "scalars")  # kinds of records that are points of curves
+CURVE_KINDS = ("train", "validation", "scalars")  # kinds of records that contribute points to curves
 RECENT_RECORDS = 50  # training records from which typical values are computed
 
-_TAIL_BYTES = 512  # they contain the times of records, so no other file has the same
-_LOCK_WRITE_TIMEOUT_S = 5.0  # a new lock file may be empty for so long, until its owner is written into it
-_CLOCK_TOLERANCE_S = 60.0  # a process may seem to be younger than the lock that it holds if a clock was set
+_TAIL_BYTES = 512  # enough to contain the time of a record, so no other file ends with the same bytes
+_LOCK_WRITE_TIMEOUT_S = 5.0  # a new lock file may stay empty this long, until its owner is written into it
+_CLOCK_TOLERANCE_S = 60.0  # if the clock was set, a process may seem younger than the lock that it holds
 
 StateName = Literal["running", "silent", "finished", "stopped", "failed", "killed"]
 _CLEAN_EXITS: Mapping[int, StateName] = {ExitCode.DONE: "finished", ExitCode.STOPPED: "stopped"}
 
 
 class Series(NamedTuple):
-    """A value over the steps; NaN where it was not finite."""
+    """The values of a metric by step. A value that was not finite is NaN."""
 
     steps: list[int]
     values: list[float]
 
 
 class Start(NamedTuple):
-    """A start of a run, after `step` steps, with its config by dotted key, and its start-up report."""
+    """A start of a run after `step` steps: its config by dotted key, and its start-up report."""
 
     step: int
     config: Mapping[str, Any]
@@ -58,7 +58,7 @@ class Start(NamedTuple):
 
     @property
     def environment(self) -> dict[str, Any]:
-        """What influences a run besides its config, by dotted key."""
+        """Everything in the start-up report that influences a run, by dotted key, e.g. engine and versions."""
         processors = {str(rank["processor"]) for rank in self.report.get("ranks", ()) if "processor" in rank}
         values = {key: self.report[key] for key in _ENVIRONMENT_KEYS if key in self.report}
         values |= {"processor": " and ".join(sorted(processors))} if processors else {}
@@ -66,16 +66,16 @@ class Start(NamedTuple):
 
 
 class MetricsReader:
-    """The records of a metrics file, without those that a resume superseded; each is read once.
+    """The records of a metrics file, without records that a resume superseded. Each line is read only once.
 
-    The file may be missing, grow, end in a torn line, or be replaced, as a resume does.
+    The file may be missing, grow, end with a torn line, or be replaced (a resume does that).
 
     Attributes:
-        records: All records, in the order in which they were written; NaN where a metric was not finite.
+        records: All records in the order of the file. A metric that was not finite is NaN.
         started: The latest record of a start or resume.
         step: The last step with a record of any kind.
-        damaged: Number of lines that are not records, without a last line that is still being written.
-        durations_s: By activity, the seconds from each heartbeat that announced it to the next record of any kind.
+        damaged: Number of lines that are no records. A last line that is still being written does not count.
+        durations_s: For each announced activity, the seconds from each of its heartbeats to the next record.
     """
 
     def __init__(self, path: Path):
@@ -92,14 +92,14 @@ class MetricsReader:
         self.step = 0
         self._of_kind: dict[str, list[Record]] = defaultdict(list)
         self.durations_s: dict[str, list[float]] = defaultdict(list)
-        self._series: dict[tuple[str, tuple[str, ...]], tuple[Series, int]] = {}  # and how many records are in it
+        self._series: dict[tuple[str, tuple[str, ...]], tuple[Series, int]] = {}  # with the number of records seen
         for record in records:
             self._add(record)
 
     def _add(self, record: Record) -> None:
         kind, before = record["kind"], self.last()
         if kind in ("start", "resume"):
-            if record["step"] < self.step:  # later steps are trained again
+            if record["step"] < self.step:  # the run trains the later steps again
                 self._index([old for old in self.records if old["step"] <= record["step"]])
             self.started = record
         elif before is not None and before["kind"] == "heartbeat":
@@ -109,10 +109,10 @@ class MetricsReader:
         self._of_kind[kind].append(record)
 
     def refresh(self) -> bool:
-        """Read what was added and return whether anything changed; OSError if it cannot be read."""
+        """Read the lines that were added and return whether anything changed. Raises OSError if that fails."""
         try:
             with open_regular(self.path, self.path.parent) as file:
-                # A file that was replaced does not have the bytes before the offset that were read there.
+                # If the file was replaced, the bytes before the offset are not the ones that we read there.
                 file.seek(self._offset - len(self._tail))
                 is_other = file.read(len(self._tail)) != self._tail
                 if is_other:
@@ -123,7 +123,7 @@ class MetricsReader:
             had_records = bool(self.records)
             self._forget()
             return had_records
-        added = added[: added.rfind(b"\n") + 1]  # a torn last line is read when it is whole
+        added = added[: added.rfind(b"\n") + 1]  # leave a torn last line for the next refresh
         self._offset += len(added)
         self._tail = (self._tail + added)[-_TAIL_BYTES:]
         for line in added.split(b"\n"):
@@ -134,16 +134,16 @@ class MetricsReader:
         return is_other or bool(added)
 
     def by_kind(self, kind: str) -> list[Record]:
-        """Return the records of one of the kinds that `telemetry/metrics.py` lists."""
+        """Return the records of a kind. `telemetry/metrics.py` lists the kinds."""
         return self._of_kind[kind]
 
     def last(self, kind: str | None = None) -> Record | None:
-        """Return the latest record, of `kind` if it is given."""
+        """Return the latest record, or the latest of `kind`."""
         records = self.records if kind is None else self._of_kind[kind]
         return records[-1] if records else None
 
     def after(self, step: int, kind: str) -> list[Record]:
-        """Return the records of a kind at later steps."""
+        """Return the records of a kind after `step`."""
         records = self._of_kind[kind]
         return records[bisect_right(records, step, key=itemgetter("step")) :]
 
@@ -161,7 +161,8 @@ class MetricsReader:
     def recent(self, tag: str, count: int = RECENT_RECORDS, session: bool = False) -> list[float]:
         """Return the finite values of the metric `tag` in the last `count` training records that have it.
 
-        With `session`, only of the latest start or resume, without the first, whose speed includes the start.
+        With `session`, take only records since the latest start or resume, except the first: its speed includes the
+        start.
         """
         steps, values = self.series(tag, "train")
         first = bisect_right(steps, self.session_start) + 1 if session else 0
@@ -180,7 +181,7 @@ class MetricsReader:
 
     @property
     def total_steps(self) -> int | None:
-        """`train.steps` of the latest start or resume; None before it."""
+        """`train.steps` of the latest start or resume, or None before the first start."""
         return self.started.get("total_steps") if self.started else None
 
     @property
@@ -194,7 +195,7 @@ class MetricsReader:
         """Typical number of steps from one training record to the next."""
         steps = [record["step"] for record in self.by_kind("train")[-RECENT_RECORDS:]]
         gaps = [later - earlier for earlier, later in pairwise(steps) if later > earlier]
-        # A single record counts the steps from the start.
+        # If there is only one record, count its steps from the start.
         return round(statistics.median(gaps)) if gaps else max(steps[-1:], default=1)
 
 
@@ -202,8 +203,8 @@ class RunState(NamedTuple):
     """State of a run.
 
     Attributes:
-        name: `silent` is a run that seems to be active, but has no news; `killed` one whose process is gone without an
-            exit report.
+        name: A `silent` run seems to be active, but has no news. A `killed` run's process is gone, and left no exit
+            report.
     """
 
     name: StateName
@@ -212,14 +213,14 @@ class RunState(NamedTuple):
 
     @property
     def is_active(self) -> bool:
-        """True if the run has not ended."""
+        """Whether the run has not ended yet."""
         return self.name in ("running", "silent")
 
 
 class RankProcess(NamedTuple):
-    """The process of a rank.
+    """The process of a rank, which existed at `seen_at` (Unix seconds).
 
-    It existed at `seen_at`, in Unix seconds: a process that was created later only reuses its pid.
+    A process with this pid that was created later is a different one.
     """
 
     rank: int
@@ -228,7 +229,7 @@ class RankProcess(NamedTuple):
     seen_at: float
 
     def state(self) -> Literal["elsewhere", "running", "stopped", "gone"]:
-        """Return the state on this machine; "stopped" is SIGSTOP or a debugger."""
+        """Return the state on this machine. "stopped" means by SIGSTOP or a debugger."""
         if self.host != socket.gethostname():
             return "elsewhere"
         try:
@@ -238,7 +239,7 @@ class RankProcess(NamedTuple):
             status = process.status()
         except psutil.NoSuchProcess:
             return "gone"
-        except psutil.Error:  # a process of another user, on systems that hide those
+        except psutil.Error:  # another user's process, on a system that hides them
             return "running"
         if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD):
             return "gone"
@@ -246,10 +247,10 @@ class RankProcess(NamedTuple):
 
 
 class History(MetricsReader):
-    """The contents of `run_dir` at the last `refresh`; if it is not a run folder, that is a `DataError`.
+    """The contents of `run_dir` at the last `refresh`. Raises `DataError` if it is not a run folder.
 
     Attributes:
-        exits: Exit reports of the ranks, the one of the run first.
+        exits: Exit reports of the ranks, with the report of the run first.
         processes: Processes of a run that has not ended cleanly, by rank.
     """
 
@@ -263,16 +264,17 @@ class History(MetricsReader):
 
     def refresh(self) -> bool:
         """Read the folder again and return whether there are new records."""
-        for name in ("config", "startup", "starts"):  # of a new start
+        for name in ("config", "startup", "starts"):  # a new start has replaced them
             self.__dict__.pop(name, None)
-        # Records are read last: a process that has ended has written all of them, so an end is never seen without them.
+        # Read the records last: once a process has ended, all its records are there, so we never see an end without
+        # the records before it.
         self.exits = read_exits(self.run_dir)
         self.processes = self._read_processes()
         self._is_gone = bool(self.processes) and self.processes[0].state() == "gone"
         has_news = super().refresh()
         if has_news:
             self._last_change_at = time.time()
-        if (self._is_gone or not self.processes) and not self.exits:  # it may have ended since the first look
+        if (self._is_gone or not self.processes) and not self.exits:  # the run may have ended since the first look
             self.exits = read_exits(self.run_dir)
         self._lock_was_released = lock_was_released(self.run_dir)
         return has_news
@@ -284,7 +286,7 @@ class History(MetricsReader):
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """The resolved config of the latest start, by dotted key; empty if the file cannot be read."""
+        """The resolved config of the latest start, by dotted key. Empty if the file cannot be read."""
         path = self.run_dir / "config.yaml"
         try:
             return flatten(current(read_yaml(path, path.parent), str(path), is_record=True))
@@ -293,24 +295,24 @@ class History(MetricsReader):
 
     @cached_property
     def startup(self) -> Mapping[str, Any]:
-        """The start-up report of the latest start that has written one; empty without one."""
+        """The newest start-up report, or an empty one if no start has written any."""
         report = read_model(self.run_dir / "startup.json", StartupReport)
         return report.model_dump(exclude_unset=True) if report else {}
 
     @cached_property
     def starts(self) -> list[Start]:
-        """The starts that the run's steps come from, in order; by its files if the records have no configs."""
+        """The starts that computed the run's steps, in order. Without configs in records, one start by the files."""
         starts = dict[int, Start]()
         for record in (*self.by_kind("start"), *self.by_kind("resume")):
-            with suppress(ConfigError):  # of another version
+            with suppress(ConfigError):  # another version wrote the config
                 if config := record.get("config"):
                     starts[record["step"]] = Start(record["step"], flatten(current(config, "", is_record=True)), record)
         return [*starts.values()] or [Start(0, self.config, self.startup)]
 
     def _read_processes(self) -> list[RankProcess]:
-        """Return the processes of all ranks if the start-up report is of the lock owner's start, else only the owner.
+        """Return the processes of all ranks if the lock's owner wrote the start-up report, otherwise only the owner.
 
-        Without a lock owner, as after a clean end, there are none.
+        After a clean end the lock has no owner, so there are no processes.
         """
         lock = read_model(self.run_dir / "run.lock", Lock)
         if lock is None:
@@ -321,10 +323,9 @@ class History(MetricsReader):
         return [RankProcess(rank, *process, lock.started.timestamp()) for rank, process in enumerate(known)]
 
     def news_age_s(self, now: float | None = None) -> float | None:
-        """Return the seconds since the latest record; None without records.
+        """Return the seconds since the latest record, or None without records.
 
-        The clock of the run's machine may differ: a record that arrived between two refreshes is never older than the
-        refresh that read it.
+        The clock of the run's machine may differ from ours, so a record counts as new when a refresh first reads it.
         """
         latest = self.last()
         if latest is None:
@@ -332,9 +333,9 @@ class History(MetricsReader):
         return max(0.0, (time.time() if now is None else now) - max(latest["time"], self._last_change_at))
 
     def state(self, now: float | None = None, stall_timeout_s: float = math.inf) -> RunState:
-        """Return the state of the run at `now` in Unix seconds, by default the present.
+        """Return the state of the run at `now` (Unix seconds, by default the current time).
 
-        An active run counts as silent if its latest record is older than `stall_timeout_s`.
+        An active run is silent if its latest record is older than `stall_timeout_s`.
         """
         if self.exits:
             report = self.exits[0]
@@ -355,13 +356,13 @@ class History(MetricsReader):
 
 
 def read_exits(run_dir: Path) -> list[ExitReport]:
-    """Return the exit reports of the ranks, starting with `exit.json`, which is the report of the run."""
+    """Return the exit reports of the ranks. The first is `exit.json`, the report of the run."""
     paths = [run_dir / "exit.json", *sorted(run_dir.glob("exit.rank*.json"))]
     return [report for path in paths if (report := read_model(path, ExitReport)) is not None]
 
 
 def lock_was_released(run_dir: Path) -> bool:
-    """Return whether the run's lock was released, as at every end but a kill; False without a lock file."""
+    """Return whether the run released its lock. Only a kill ends a run without that. False without a lock file."""
     try:
         info = (run_dir / "run.lock").stat()
     except OSError:

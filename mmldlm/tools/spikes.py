@@ -1,11 +1,11 @@
-"""`mmldlm explain RUN STEP`: the samples that caused a step's gradient norm. `mmldlm rewind RUN --before STEP`: the run
-without them.
+"""`mmldlm explain RUN STEP`: find the samples that caused a step's gradient norm. `mmldlm rewind RUN --before STEP`: go
+back, and continue without them.
 
-Samples, times, masks and noise are functions of (seed, step, slot), so the gradient of a step is the sum of its
-samples' gradients, and any part of it can be computed again. The step is trained to from the nearest checkpoint before
-it, in a scratch folder, and its batch is halved: of two halves, at least one has a gradient of half the norm of both.
-The search goes on in the first if that is the one, and in the second otherwise. It takes a forward and backward pass of
-half of the samples, then of a quarter, and so on, and at last one without the sample that remains.
+Samples, times, masks and noise are functions of (seed, step, slot). So the gradient of a step is the sum of its
+samples' gradients, and we can compute any part of the sum again. We train from the nearest checkpoint up to the step,
+in a scratch folder, and then halve its batch: at least one half has a gradient of half the whole norm. If that is the
+first half, the search continues in it, otherwise in the second. This takes a forward and backward pass of half of the
+samples, then of a quarter, and so on. A last pass leaves out the sample that was found, to see if that is enough.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.printable import printable
 
-MAX_CAUSES = 2  # more samples are no outliers
-USUAL_FACTOR = 10.0  # of the median norm, above which a step is a spike where `guard.grad_norm_spike` is not set
+MAX_CAUSES = 2  # if it takes more samples, none is an outlier
+USUAL_FACTOR = 10.0  # without `guard.grad_norm_spike`, a step is a spike above this many times the median norm
 
 
 @dataclass
 class Explanation:
-    """The samples without which the gradient norm of a step is at most `limit`.
+    """The samples to leave out so that the gradient norm of a step is at most `limit`.
 
     Attributes:
-        limit: Largest norm that is not a spike; of a step that is none, half of its norm.
-        slots: The samples' slots, found in this order.
+        limit: The largest norm that is no spike. If the step is no spike, half of its own norm.
+        slots: The slots of the samples, in the order in which they were found.
         rest: Gradient norm of all other samples.
     """
 
@@ -55,7 +55,7 @@ class Explanation:
 
 
 class StepParts:
-    """Parts of the batch of the next step, counted from 0, of a trainer with the weights before it."""
+    """Computes gradients of parts of a step's batch. `step` counts from 0. The trainer has the weights before it."""
 
     def __init__(self, trainer: Trainer, step: int):
         self.trainer, self.step = trainer, step
@@ -64,24 +64,25 @@ class StepParts:
         self.slots = np.arange(self.size.global_batch_size)
         self.replays = 0
         batches = self.loader.read_slots(self.position, self.size, self.slots)
-        # The denominators stay those of the whole step, so that gradients of parts add up.
+        # Always divide by the counts of the whole step, so that gradients of parts add up.
         self._totals = total_counts(trainer.corrupt(step, batches)).tolist()
 
     def norm(self, slots: np.ndarray) -> float:
-        """Return the gradient norm of the samples in some slots; infinite if it is not finite. No weight changes."""
+        """Return the gradient norm of the samples in `slots`, or infinity if it is not finite. Changes no weight."""
         trainer, engine = self.trainer, self.trainer.engine
         self.replays += 1
         batches = self.loader.read_slots(self.position, self.size, slots)
-        # Every rank computes all of them, so that none is without: the sum over the ranks has each of them that often.
+        # Every rank computes all samples, because no rank may have an empty batch. The sum over ranks then has each
+        # sample `world_size` times.
         noised = [batch.to(engine.device) for batch in trainer.corrupt(self.step, batches)]
         for batch in engine.accumulate(noised):
             trainer.compute(batch, self._totals)
         engine.complete_gradients()
-        norm = float(engine.update(0.0, 0.0, norm_limit=-1.0)) / engine.world_size  # a limit that no update passes
+        norm = float(engine.update(0.0, 0.0, norm_limit=-1.0)) / engine.world_size  # a negative limit skips the update
         return norm if math.isfinite(norm) else math.inf
 
     def largest(self, slots: np.ndarray, norm: float) -> int:
-        """Return the slot that halving leads to; `norm` is at most that of all `slots`."""
+        """Halve `slots` until one is left, and return it. `norm` is a lower bound of the norm of all `slots`."""
         while len(slots) > 1:
             first, second = np.array_split(slots, 2)
             of_first = self.norm(first)
@@ -89,7 +90,7 @@ class StepParts:
         return int(slots[0])
 
     def explain(self, norm: float | None) -> Explanation:
-        """Find the samples that cause the step's gradient norm, which is `norm` if that is known."""
+        """Find the samples that cause the step's gradient norm. If `norm` is None, compute it first."""
         total = self.norm(self.slots) if norm is None else norm if math.isfinite(norm) else math.inf
         limit, accepted = self.trainer.guard.norm_limit, self.trainer.state.accepted_norms
         if math.isinf(limit) and accepted:
@@ -104,11 +105,11 @@ class StepParts:
         return result
 
     def report(self, result: Explanation) -> list[str]:
-        """Return the lines about an explanation: its numbers, and each sample with its noise and text."""
+        """Format an explanation: its numbers, then each sample with its noise and text."""
         config, components = self.trainer.config, self.trainer.components
         relation = f"above limit {result.limit:.4g}"
         if not result.is_spike:
-            relation = f"no spike; the samples are those without which it is at most half, {result.limit:.4g}"
+            relation = f"no spike; without these samples it is at most half, {result.limit:.4g}"
         lines = [
             f"step {self.step + 1}: gradient norm {result.norm:.4g}, {relation}; {self.replays} replays of parts of "
             f"its {self.size.global_batch_size} samples"
@@ -130,9 +131,10 @@ class StepParts:
 
 
 def explain(run: RecordedRun, step: int, scratch_in: Path | None = None) -> tuple[Explanation, list[str]]:
-    """Explain a step of a run, counted from 1, in this process; return the explanation and the lines of its report.
+    """Explain a step of a run, counted from 1, in this process. Return the explanation and the lines of its report.
 
-    A step that the run does not have is a `UsageError`.
+    Raises:
+        UsageError: The run does not have this step.
     """
     if not run.starts[0]["step"] < step <= run.last_step:
         raise UsageError(f"STEP: expected {run.starts[0]['step'] + 1} to {run.last_step}, found {step}")
@@ -147,12 +149,14 @@ def explain(run: RecordedRun, step: int, scratch_in: Path | None = None) -> tupl
 
 
 def explain_main(argv: Sequence[str] | None = None) -> int:
-    """Run `mmldlm explain`; return 0, whatever it finds."""
+    """Run `mmldlm explain`. Return 0, whatever it finds."""
     parser = argparse.ArgumentParser(
         "mmldlm explain", description="Find the samples that caused a step's gradient norm, and show their texts."
     )
     parser.add_argument("arguments", nargs="+", metavar="RUN STEP | key.sub=value")
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where to compute, in a new folder")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="folder to compute in; a new folder is created there"
+    )
     options = parser.parse_intermixed_args(argv)
     places, overrides = split_arguments(options.arguments)
     if len(places) != 2 or not places[1].isdecimal():
@@ -165,15 +169,17 @@ def explain_main(argv: Sequence[str] | None = None) -> int:
 def rewind_main(argv: Sequence[str] | None = None) -> int:
     """Run `mmldlm rewind`.
 
-    A sample that is not one of the run's training samples is a `ConfigError`, a run that is training a `RunInUseError`.
+    Raises:
+        ConfigError: The run has no such training sample.
+        RunInUseError: The run is training.
     """
     parser = argparse.ArgumentParser(
         "mmldlm rewind",
         description="Go back to the newest checkpoint before a step. The run's usual command then continues from "
-        "there, without the named samples. The branch that it leaves stays.",
+        "there, without the named samples. The abandoned branch is kept.",
     )
     parser.add_argument("run", type=Path, help="run folder")
-    parser.add_argument("--before", type=int, required=True, metavar="STEP", help="first step that is left")
+    parser.add_argument("--before", type=int, required=True, metavar="STEP", help="first step to abandon")
     parser.add_argument(
         "--skip", nargs="+", default=[], metavar="SAMPLE", help="training samples to leave out, as STORE:INDEX"
     )
@@ -184,6 +190,6 @@ def rewind_main(argv: Sequence[str] | None = None) -> int:
     with RunLock(options.run):
         rewind = leave_branch(options.run, options.before, options.skip)
     without = f", without {', '.join(options.skip)}" if options.skip else ""
-    left = f"the branch that it leaves is in {options.run / rewind['branch']}"
+    left = f"the abandoned branch is in {options.run / rewind['branch']}"
     print(printable(f"{options.run}: the next start continues from step {rewind['step']}{without}; {left}"))
     return ExitCode.DONE

@@ -1,9 +1,8 @@
-"""`mmldlm verify FOLDER`: whether a run's config, data and checkpoints are those that its records name, and whether its
-steps, computed again, give its numbers; or whether a checkpoint is intact.
+"""`mmldlm verify FOLDER`: check that a run, or a single checkpoint, is what its records say.
 
-The first takes seconds: records have the config, the hashes of the data and of each checkpoint, and the gradient norm
-of every step. The second needs the run's own time for the steps that are asked for: each segment between two
-checkpoints is trained again from the first of them in a scratch folder.
+A check by hashes takes seconds: the records have the config, the hashes of the data and of each checkpoint, and the
+gradient norm of every step. On request we also compute steps again and compare all numbers, which takes as long as it
+took the run: each segment between two checkpoints is trained again from the first one, in a scratch folder.
 """
 
 from __future__ import annotations
@@ -40,30 +39,31 @@ from mmldlm.utils.files import sha256
 from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import Progress
 
-Difference = tuple[float, str]  # of a recorded and a recomputed value: relative, and a line about it
+Difference = tuple[float, str]  # relative difference of a recorded and a recomputed value, and a line about it
 
-# Largest relative difference where engine, world size, threads, processor or versions are others, so that sums are
-# rounded otherwise, which AdamW amplifies. A step differs by 1e-6; see docs/checkpoints.md.
+# Largest relative difference allowed if engine, world size, threads, processor or versions changed. Sums are then
+# rounded differently, by about 1e-6 in a step, and AdamW amplifies that (see docs/checkpoints.md).
 TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2, "fp16": 5e-2}
-MAX_PRINTED = 30  # problems
+MAX_PRINTED = 30  # more problems are only counted
 _SET_ASIDE = re.compile(r"(?:damaged|superseded)-step-(\d+)")
-COMPARED_KINDS = ("train", "validation", "quality", "skip")  # "scalars" are of callbacks, which a replay does not have
-# Speeds, times, memory and micro-batches are not part of the result.
+# Not "scalars": they come from callbacks, and a replay has none.
+COMPARED_KINDS = ("train", "validation", "quality", "skip")
+# Groups and keys that are part of a run's result. Speeds, times, memory and micro-batches are not.
 COMPARED_GROUPS = ("loss", "optim", "validation", "quality", "health", "weights", "reason")
 COMPARED_KEYS = ("data/tokens", "data/tokens_per_step", "data/epoch", "data/global_batch_size")
-INTERVAL_MEANS = ("loss/", "data/tokens_per_step")  # over the steps since the record before, or since the start
-# Entries of a start's report that decide how sums are rounded, besides its ranks.
+INTERVAL_MEANS = ("loss/", "data/tokens_per_step")  # means over the steps since the previous record, or since the start
+# Entries of a start's report that decide how sums are rounded, in addition to its ranks.
 _NUMERICS = (
     *("engine", "sharding", "world_size", "precision", "attention", "compile", "optimizer", "versions"),
     *("activation_checkpointing", "micro_batch_size"),
 )
 
 
-# --- what the folder says ------------------------------------------------------------------------------------------
+# --- checks by hashes and records ----------------------------------------------------------------------------------
 
 
 def check(run: RecordedRun, progress: Progress) -> Iterator[str]:
-    """Yield a line about everything in the run folder and the store that is not as the run's records say."""
+    """Yield a line for everything in the run folder and the store that contradicts the run's records."""
     yield from run.damaged
     yield from _check_config(run)
     yield from _check_end(run)
@@ -73,18 +73,18 @@ def check(run: RecordedRun, progress: Progress) -> Iterator[str]:
 
 
 def unchecked(run: RecordedRun) -> Iterator[str]:
-    """Yield what nothing in the run folder tells."""
+    """Yield what cannot be checked, because nothing in the run folder tells."""
     sessions = _sessions(run)
     if run.last_step != (total := sessions[-1][1].train.steps):
-        yield f"whether the run has gone on after step {run.last_step} of {total}"
+        yield f"whether the run continued after step {run.last_step} of {total}"
     for (*_, has_ended), (start, *_) in pairwise(sessions):
         if not has_ended:
-            yield f"which older checkpoints there were at step {start['step']}, where the run went on after no end"
+            yield f"which older checkpoints existed at step {start['step']}, where the run continued after a kill"
     yield from (f"the checkpoint of step {record['step']}, which has no record" for record in _unrecorded(run))
     if any(config.checkpoint.mirror for _, config, *_ in sessions):
-        yield "which checkpoints there must be, as some may be in checkpoint.mirror alone"
+        yield "which checkpoints must exist, since some may only be in checkpoint.mirror"
     if any(record["kind"] == "scalars" for record in run.records):
-        yield "records of kind scalars, which are of callbacks"
+        yield "records of kind scalars, which callbacks have written"
 
 
 def _check_config(run: RecordedRun) -> Iterator[str]:
@@ -101,20 +101,21 @@ def _check_config(run: RecordedRun) -> Iterator[str]:
 
 
 def _check_end(run: RecordedRun) -> Iterator[str]:
-    """Yield where `exit.json` and `startup.json`, which every run writes, differ from the records."""
+    """Yield where `exit.json` and `startup.json`, which every run writes, contradict the records."""
     start, report = run.starts[-1], read_json(run.folder / "startup.json")
     only_recorded = {"kind", "step", "time", "nonfinite", "total_steps", "samples", "resumed_from", "config"}
     changed = [key for key in sorted(report.keys() | start.keys() - only_recorded) if report.get(key) != start.get(key)]
     if changed:
-        yield f"startup.json: {', '.join(changed)}: expected what the record of the latest start has"
+        yield f"startup.json: {', '.join(changed)}: differs from the record of the latest start"
     last, end = run.records[-1], next(iter(read_exits(run.folder)), None)
     reason = last.get("stopped_by")
     code, cause = (ExitCode.STOPPED, f"stopped by {reason} after") if reason else (ExitCode.DONE, "finished")
     if end is None:
-        if lock_was_released(run.folder) and not (run.folder / REWINDS_FILE).exists():  # a rewind releases it, too
-            yield "exit.json: is missing, but the run has released its lock, expected the report of its end"
+        # A rewind also releases the lock.
+        if lock_was_released(run.folder) and not (run.folder / REWINDS_FILE).exists():
+            yield "exit.json: is missing, although the run has released its lock, so it has ended"
     elif not end.is_clean:
-        return  # it may be of a start that failed before it had records
+        return  # a later start may have failed before its first record
     elif last["kind"] != "end":
         yield f"metrics.jsonl: the run has ended ({end.cause}), its last record is {last['kind']}, expected end"
     elif (end.code, end.step) != (code, last["step"]) or not end.cause.startswith(cause) or end.time < last["time"] - 1:
@@ -122,9 +123,9 @@ def _check_end(run: RecordedRun) -> Iterator[str]:
 
 
 def _sessions(run: RecordedRun) -> list[tuple[Record, RunConfig, int, bool]]:
-    """Return each start, its config, the last step of its own, and whether it ended there: finished, or stopped.
+    """Return each start, its config, its last step, and whether it finished or was stopped at that step.
 
-    That step is the one of the next start, or the last one with a record.
+    A session's last step is where the next start begins, or the last step with a record.
     """
     places = {one["step"]: place for place, one in enumerate(run.records) if one["kind"] in ("start", "resume")}
     stops = [*[*places.items()][1:], (run.last_step, len(run.records))]
@@ -135,7 +136,7 @@ def _sessions(run: RecordedRun) -> list[tuple[Record, RunConfig, int, bool]]:
 
 
 def _check_records(run: RecordedRun) -> Iterator[str]:
-    """Yield records that are missing, or too many, by the config of their start, and skipped steps without samples."""
+    """Yield records that are missing or too many by the config of their start, and skips without recorded samples."""
     found, expected = defaultdict[tuple[int, str], list[int]](list), dict[tuple[int, str], list[int]]()
     for record in run.records:
         if record["kind"] in ("train", "validation", "quality"):
@@ -150,12 +151,12 @@ def _check_records(run: RecordedRun) -> Iterator[str]:
             norms = {(step, kind): [0] for kind in due if due[kind]}
             if config.train.is_due(step, config.log.every) and not skipped.issuperset(range(since + 1, step + 1)):
                 norms[step, "train"], since = [step - since], step
-            is_sure = has_ended or step < last  # a kill may have come before a record of the last step
+            is_sure = has_ended or step < last  # a kill may have prevented a record of the last step
             expected |= {place: numbers for place, numbers in norms.items() if is_sure or place in found}
     for step, kind in sorted({*expected, *found}):
         before, after = expected.get((step, kind), []), found[step, kind]
         if before != after:
-            yield f"{kind} records of step {step}: expected {len(before)}, of {before} norms, found {after}"
+            yield f"{kind} records of step {step}: expected {len(before)} with {before} norms, found {after}"
     path = run.folder / SKIPS_FILE
     try:
         lines = [check_record(line) for line in path.read_bytes().splitlines()] if path.is_file() else []
@@ -163,7 +164,8 @@ def _check_records(run: RecordedRun) -> Iterator[str]:
         yield f"{path.name}: {error}"
         return
     named = [(line["step"], line.get("reason")) for line in lines]
-    if skips not in (named, named if run.records[-1]["kind"] == "end" else named[:-1]):  # it is written there first
+    # The file with samples is written first.
+    if skips not in (named, named if run.records[-1]["kind"] == "end" else named[:-1]):
         yield f"{path.name}: has {len(named)} skipped steps, expected the {len(skips)} of metrics.jsonl"
 
 
@@ -175,7 +177,7 @@ def _check_data(run: RecordedRun) -> Iterator[str]:
             store = open_data(location)
             if store.identity != recorded:
                 yield f"{store.path}: the data of step {step} had the hash {recorded[:12]}, found {store.identity[:12]}"
-            if location not in verified:  # once, however often the run has been resumed
+            if location not in verified:  # only once, however often the run was resumed
                 verified.append(location)
                 verify_part(store)
         except (ConfigError, DataError) as error:
@@ -186,7 +188,7 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
     recorded: dict[int, str] = {}
     for start in run.starts:
         if start["step"] and not start.get("resumed_from"):
-            yield f"metrics.jsonl: the start after step {start['step']} is from no checkpoint"
+            yield f"metrics.jsonl: the start after step {start['step']} does not say from which checkpoint"
     for record in run.records:
         source: Record = record if record["kind"] == "checkpoint" else record.get("resumed_from") or {}
         if "sha256" not in source:
@@ -199,9 +201,10 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
         try:
             saved = verify_checkpoint(path)
             changes = [_changed_since(saved, run, start) for start in run.starts if start["step"] <= step]
-            earlier = sum(start["step"] < step for start in run.starts)  # a start may save its first step again
+            # A start may save the step that it begins with again.
+            earlier = sum(start["step"] < step for start in run.starts)
             if earlier and all(changes):
-                yield f"{path}: the start that saved it has another {'; '.join(changes[earlier - 1])}"
+                yield f"{path}: differs from the record of the start that saved it in {'; '.join(changes[earlier - 1])}"
             if step not in (*recorded, *(record["step"] for record in _unrecorded(run))):
                 yield f"{path}: no record has this checkpoint; if the run was killed while it was saved, resume it"
             elif sha256(path / MANIFEST) != recorded.get(step, sha256(path / MANIFEST)):
@@ -213,11 +216,11 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
     yield from (f"checkpoint of step {step}: was due, but has no record" for step in sorted(due - recorded.keys()))
     set_aside = {int(match[1]) for path in run.folder.glob("checkpoints/*") if (match := _SET_ASIDE.match(path.name))}
     for step in sorted(kept - run.checkpoints.keys() - set_aside):
-        yield f"checkpoint of step {step}: is missing, expected by the settings checkpoint.keep_*"
+        yield f"checkpoint of step {step}: is missing, although the settings checkpoint.keep_* keep it"
 
 
 def _unrecorded(run: RecordedRun) -> list[Record]:
-    """Return a record of the newest checkpoint, if a kill may have come between its save and its record."""
+    """Return a record for the newest checkpoint if a kill may have come between the save and its record."""
     newest, known = max(run.checkpoints, default=0), {run.starts[0]["step"]}
     known |= {one["step"] for one in run.records if one["kind"] == "checkpoint" or one.get("resumed_from")}
     may_be = run.records[-1]["kind"] != "end" and max(known) < newest <= run.last_step
@@ -225,7 +228,7 @@ def _unrecorded(run: RecordedRun) -> list[Record]:
 
 
 def _changed_since(saved: Checkpoint, run: RecordedRun, start: Record) -> list[str]:
-    """Return in what the record of a start differs from a checkpoint."""
+    """Return the entries in which a checkpoint differs from the record of a start."""
     keys = [key for key in PROVENANCE if key in saved.info and saved.info[key] != start.get(key)]
     recorded = RecordedRun(run.folder, [start]).config_after(start["step"])
     configs = load_config(saved.file(CONFIG_NAME), may_extend=False), recorded
@@ -233,25 +236,26 @@ def _changed_since(saved: Checkpoint, run: RecordedRun, start: Record) -> list[s
 
 
 def foreign_files(path: Path) -> Iterator[str]:
-    """Yield a line about each file in a checkpoint's folder that its manifest does not have."""
+    """Yield a line for each file in a checkpoint's folder that is not in its manifest."""
     known = {MANIFEST, *read_manifest(path).get("files", ())}
     names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
-    yield from (f"{path}: has the file {name}, which is not in its manifest" for name in names if name not in known)
+    yield from (f"{path}: has a file that is not in its manifest, {name}" for name in names if name not in known)
 
 
 def _expected_checkpoints(run: RecordedRun) -> tuple[set[int], set[int]]:
-    """Return the steps that must have been saved, and those whose checkpoints must be there, by all configs."""
+    """Return the steps that must have been saved, and the steps whose checkpoints must still exist."""
     due, kept, losses, best = set[int](), set[int](), dict[int, float | None](), list[float]()
     sessions, was_ended, metric = _sessions(run), False, ""
-    # A save is recorded before the next one is complete: only that of the last may have been lost by a kill.
+    # A save is recorded before the next one is complete, so a kill can only have lost the record of the last save.
     newest = max((record["step"] for record in run.records if record["kind"] in ("checkpoint", "end")), default=0)
     for start, config, last, has_ended in sessions:
         settings, policy, begin = config.checkpoint, config.checkpoint.retention, start["step"]
         before, metric = metric, config.judged_by if "first" in start["config"]["validation"] else "validation/total"
-        best = best if metric == before else []  # the first versions judged by the sum
+        best = best if metric == before else []  # the first versions judged checkpoints by the total loss
         due |= {step for step in range(begin + 1, min(last, newest) + 1) if settings.is_due(step)}
         due |= {last} if has_ended else set()
-        if not was_ended:  # later steps, which are trained again, may have replaced what is not permanent
+        # After a kill, steps were trained again, and may have replaced checkpoints that are not permanent.
+        if not was_ended:
             kept = set(filter(policy.is_permanent, kept))
         if start.get("resumed_from") and config.resume == "auto":
             kept.add(begin)
@@ -266,19 +270,19 @@ def _expected_checkpoints(run: RecordedRun) -> tuple[set[int], set[int]]:
     return due, set() if any(config.checkpoint.mirror for _, config, *_ in sessions) else kept
 
 
-# --- what its steps give -------------------------------------------------------------------------------------------
+# --- steps computed again ------------------------------------------------------------------------------------------
 
 
 def recompute(
     run: RecordedRun, first: int, last: int, launch: LauncherEnv, scratch_in: Path | None = None
 ) -> Iterator[tuple[str, list[str]]]:
-    """Train the steps `first` to `last` again, with those of their segments, and compare all numbers (collective).
+    """Train all segments that contain the steps `first` to `last` again, and compare all numbers (collective).
 
     Yields:
-        On rank 0, a line about the result of each segment, and a line about each number that differs.
+        On rank 0, for each segment, a line with the result, and a line for each number that differs.
 
     Raises:
-        ConfigError: This launch cannot compute what the run did.
+        ConfigError: This launch cannot repeat the run.
     """
     is_exact = True
     for trainer, begin, stop, is_fresh in replay(run, first, last, launch, scratch_in):
@@ -308,15 +312,17 @@ def recompute(
         largest = max((size for size, _ in differences), default=0.0)
         result = "bitwise the same" if is_exact else f"the same within {largest:.1e}"
         if problems:
-            result = f"NOT the same within {tolerance:g}, by rounding or a change" if tolerance else "NOT the same"
+            result = (
+                f"NOT the same within {tolerance:g}, because of rounding or a change" if tolerance else "NOT the same"
+            )
         for record in run.records:
             if begin < record["step"] <= stop and len(record.get("grad_norms", [])) > record["step"] - begin:
-                result += f"; not compared: means of the record of step {record['step']}, which has earlier steps, too"
+                result += f"; not compared: the record of step {record['step']}, whose means include earlier steps"
         yield f"steps {begin + 1} to {stop}: {result}", problems
 
 
 def _round_alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
-    """Return whether two starts round their sums alike, by their reports; on GPUs kernels add in any order."""
+    """Return whether two starts round sums alike, by their reports. On GPUs they do not: kernels add in any order."""
     keys = ("name", "processor", "threads")
     ranks, others = ([[rank.get(key) for key in keys] for rank in start["ranks"]] for start in (first, second))
     on_cpus = all(name == "cpu" for name, *_ in ranks)
@@ -324,7 +330,7 @@ def _round_alike(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
 
 
 def _differences(name: str, recorded: Any, recomputed: Any) -> Iterator[Difference]:
-    """Yield what differs between two values; what is no number differs without bound, if it does."""
+    """Yield the differences between two values. Values that are no numbers differ infinitely, if they are not equal."""
     if isinstance(recorded, list) and isinstance(recomputed, list) and len(recorded) == len(recomputed):
         for index, pair in enumerate(zip(recorded, recomputed, strict=True)):
             yield from _differences(f"{name}[{index}]", *pair)
@@ -349,7 +355,7 @@ def _record_differences(run: RecordedRun, scratch: RecordedRun, begin: int, end:
             yield math.inf, f"{name}: only {'recorded' if place in recorded else 'recomputed'}"
             continue
         ours, theirs = recorded[place], recomputed[place]
-        # The first record after a checkpoint, or after a start, may be about fewer steps.
+        # The first record after a checkpoint or a start may average fewer steps.
         is_whole = len(ours.get("grad_norms", [])) == len(theirs.get("grad_norms", []))
         for key in sorted(ours.keys() | theirs.keys()):
             is_compared = key in COMPARED_KEYS or key.partition("/")[0] in COMPARED_GROUPS
@@ -362,14 +368,14 @@ def _record_differences(run: RecordedRun, scratch: RecordedRun, begin: int, end:
 
 
 def _checkpoint_differences(recorded: Path, recomputed: Path) -> Iterator[Difference]:
-    """Yield what differs between tensors and states of two checkpoints; the config was compared with the records."""
+    """Yield the differences in tensors and state between two checkpoints. Their configs were compared before."""
     result = diff_checkpoints(recorded, recomputed)
     for name, values in result["tensors"].items():
-        # Zeros have no relative difference.
+        # A tensor of zeros has no relative difference.
         size = values.get("relative", math.inf) or values.get("largest", math.inf) or sys.float_info.min
         yield size, f"{recorded.name}: {name}: differs by {size:.1e} of its norm"
     for key, values in result["state"].items():
-        if key != "threads":  # a replay may have others, which `_round_alike` knows
+        if key != "threads":  # a replay may use another number, which `_round_alike` takes into account
             yield from _differences(f"{recorded.name}: state.json: {key}", *values)
 
 
@@ -388,13 +394,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--all", action="store_true", help="compute all steps again")
     parser.add_argument("--from", type=int, dest="first", metavar="STEP", help="compute again from this step on")
     parser.add_argument("--to", type=int, dest="last", metavar="STEP", help="compute again up to this step")
-    parser.add_argument("--scratch", type=Path, metavar="DIR", help="where to compute, on a disk of all nodes")
-    parser.add_argument("--accelerate_config", metavar="FILE", help="config that selects the engine, with torchrun")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="folder to compute in, on a disk that all nodes share"
+    )
+    parser.add_argument(
+        "--accelerate_config", metavar="FILE", help="accelerate config that selects the engine under torchrun"
+    )
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `mmldlm verify`; return 0, or 65 if anything is not as the run has written it."""
+    """Run `mmldlm verify`. Return 0, or 65 if anything differs from what the run has written."""
     options = _parser().parse_intermixed_args(argv)
     folders, overrides = split_arguments(options.arguments)
     if len(folders) != 1:
@@ -404,7 +414,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if is_recomputed:
             raise UsageError(f"--all, --from, --to: expected a run folder, found the checkpoint {folder}")
         verify_checkpoint(folder)
-        foreign = [] if (folder / BUNDLE_CONFIG).is_file() else [*foreign_files(folder)]  # a bundle may get others
+        # Users may add files to a bundle.
+        foreign = [] if (folder / BUNDLE_CONFIG).is_file() else [*foreign_files(folder)]
         print(*map(printable, foreign or [f"{folder}: verified"]), sep="\n")
         return ExitCode.DATA if foreign else ExitCode.DONE
     launch = read_launcher_env(os.environ, None, options.accelerate_config)
@@ -425,7 +436,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines.append(f"the run's code has the hash {', '.join(sorted(codes))}, this one {code_hash()}")
     lines += [f"not checked: {line}" for line in unchecked(recorded)]
     if recorded.damaged:
-        lines.append("no step is computed again: there are damaged records")
+        lines.append("no step was computed again, because records are damaged")
     elif is_recomputed:
         for line, differences in recompute(recorded, first, last, launch, options.scratch):
             lines.append(line)

@@ -72,5 +72,5 @@ def test_names_cannot_leave_the_folder(folder: Path, tmp_path: Path, name: str) 
 
 def test_another_format_is_refused_in_one_line(folder: Path) -> None:
     seal(folder, {**manifest_body(folder), "format": 1})
-    with pytest.raises(DataError, match=r"manifest\.json has format 1, this version reads 2: train the run again$"):
+    with pytest.raises(DataError, match=r"manifest\.json.* 1.* 2"):
         verify_checkpoint(folder)

@@ -141,7 +141,7 @@ def test_only_the_user_starts_over_if_all_copies_are_damaged(run: Run) -> None:
     damage(run, 2)
     local = run.store.newest()
     shutil.rmtree(run.store.folder)
-    with pytest.raises(DataError, match=r"no good copy in .*step-00000002/model\.bin has SHA-256"):
+    with pytest.raises(DataError, match=r"step-00000002/model\.bin.*SHA-256"):
         run.fetch()
     assert run.fetch(local) is local and len(copies(run)) == 2
 
@@ -165,7 +165,7 @@ def test_no_file_is_written_outside_of_what_a_copy_has(tmp_path: Path, run: Run,
     run.mirror._place = Lying(), run.mirror._place[1]
     shutil.rmtree(run.store.folder)
     if ".." in name and name.startswith("data"):
-        with pytest.raises(DataError, match="not a file name"):
+        with pytest.raises(DataError, match="stolen"):
             run.fetch()
     else:
         assert run.fetch() is not None
@@ -177,20 +177,20 @@ def test_copies_of_another_run_or_a_later_step_are_refused(tmp_path: Path, run: 
     run.save(1, 2)
     before, local = copies(run), verify_checkpoint(run.store.by_step()[1])
     for chosen, found in ((None, 0), (local, 1)):
-        with pytest.raises(ConfigError, match=rf"checkpoint\.mirror: .*has step 2, expected none after {found}: "):
+        with pytest.raises(ConfigError, match=rf"checkpoint\.mirror: .*step 2.* {found}\b"):
             run.fetch(chosen, is_chosen=True)
     other = Run(tmp_path / "b/run", place, name="second")
     save_checkpoint(other.store, 5, {}, {})
     other.metrics.write_text('{"run": "second"}\n')
-    with pytest.raises(ConfigError, match=r"has another run; expected another place, or a run\.dir of"):
+    with pytest.raises(ConfigError, match=r"another run.*run\.dir"):
         other.fetch(other.store.newest())
     other.copy(5)
     assert [(step, "another run" in values["error"]) for step, values in other.records] == [(5, True)]
     run.store.set_aside_after(1)
     run.copy(1)
-    assert "has step 2, expected none after 1" in run.records[-1][1]["error"]
+    assert "step 2" in run.records[-1][1]["error"]
     assert copies(run) == before
-    with pytest.raises(ConfigError, match=r"where run\.dir is"):
+    with pytest.raises(ConfigError, match=r"checkpoint\.mirror.*run\.dir"):
         Run(tmp_path / "run", str(tmp_path))
 
 
@@ -199,9 +199,7 @@ def test_a_fault_is_told_and_the_next_checkpoint_is_the_next_attempt(
 ) -> None:
     (tmp_path / "mirror").touch()  # no folder
     run = Run(tmp_path / "run", str(tmp_path / "mirror"))
-    with pytest.raises(
-        StorageError, match=r"checkpoint\.mirror: without it the run would start over: no-such-system://x"
-    ):
+    with pytest.raises(StorageError, match=r"checkpoint\.mirror: .*no-such-system://x"):
         Run(tmp_path / "run", "no-such-system://x").fetch()
     run.save(1)
     assert run.records[0][0] == 1 and str(tmp_path / "mirror") in run.records[0][1]["error"]

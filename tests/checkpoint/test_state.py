@@ -149,14 +149,14 @@ def test_wrong_tensors_are_named_and_nothing_is_loaded():
     weights, moments = model_state(model), optimizer_state(optimizer, model)
     before = bits(weights), bits(moments)
     wrong = {("other" if name == "body.bias" else name): tensor + 1 for name, tensor in weights.items()}
-    with pytest.raises(DataError, match=r"missing body\.bias; unexpected other"):
+    with pytest.raises(DataError, match=r"body\.bias.*other"):
         load_model_state(model, wrong)
-    with pytest.raises(DataError, match=r"body\.weight is float32 \[6, 7\] in the checkpoint, float32 \[6, 6\]"):
+    with pytest.raises(DataError, match=r"body\.weight.*\[6, 7\].*\[6, 6\]"):
         load_model_state(model, {**{n: t + 1 for n, t in weights.items()}, "body.weight": torch.zeros(6, 7)})
     wrong = {name.replace("body.bias/", "other/"): tensor + 1 for name, tensor in moments.items()}
-    with pytest.raises(DataError, match=r"missing body\.bias; unexpected other"):
+    with pytest.raises(DataError, match=r"body\.bias.*other"):
         load_optimizer_state(optimizer, model, wrong)
-    with pytest.raises(DataError, match=r"body\.weight/exp_avg is float32 \[36\]"):
+    with pytest.raises(DataError, match=r"body\.weight/exp_avg.*\[36\]"):
         load_optimizer_state(optimizer, model, {**moments, "body.weight/exp_avg": torch.zeros(36)})
     assert (bits(model_state(model)), bits(optimizer_state(optimizer, model))) == before
 
@@ -189,7 +189,7 @@ def test_tensors_round_trip(tmp_path):
     assert bits(read(tmp_path, "t")) == bits(tensors)
     (tmp_path / "t.safetensors").write_bytes(b"\xff" * 100)  # a header of 2**64 bytes
     for name in ("t", "absent"):
-        with pytest.raises(DataError, match="cannot read"):
+        with pytest.raises(DataError, match=f"{name}.safetensors"):
             read(tmp_path, name)
 
 
@@ -204,7 +204,7 @@ def test_tensors_of_several_files_and_their_owners(tmp_path):
     first, second = (TensorFiles.of_file(tmp_path / tensor_file_name("model", rank, 2)) for rank in (0, 1))
     files = first.overlay(second)
     assert bits(files) == bits(tensors) and set(files.filter(lambda name: name < "c")) == {"a", "b"}
-    with pytest.raises(DataError, match="has no tensors of optimizer; it has none"):
+    with pytest.raises(DataError, match="optimizer"):
         TensorFiles.open(Checkpoint(tmp_path, 1, {}, {}, {}), "optimizer")
 
 
@@ -214,7 +214,7 @@ def test_train_state():
         assert TrainState.from_json(one.to_json()) == one
     values = json.loads(state.to_json())
     del values["tokens_seen"]
-    with pytest.raises(DataError, match="training state: more, tokens_seen in one of"):
+    with pytest.raises(DataError, match="more, tokens_seen"):
         TrainState.from_json(json.dumps({**values, "more": 1}))
     earlier = {key: value for key, value in values.items() if key not in ("judged_by", "best_step", "worse_in_a_row")}
     assert TrainState.from_json(json.dumps({**earlier, "tokens_seen": 0})) == state

@@ -39,7 +39,7 @@ def test_round_trip(tmp_path):
     assert checkpoint == verify_checkpoint(path) and checkpoint.step == 7
     assert checkpoint.info == {"world_size": 1, "loss": 0.1} and path.name == "step-00000007"
     assert checkpoint.file("tokenizer/a/tokenizer.json").read_bytes() == b"{}"
-    with pytest.raises(DataError, match=r"no file 'other'.*model\.bin"):
+    with pytest.raises(DataError, match=r"other.*model\.bin"):
         checkpoint.file("other")
     assert path.stat().st_mode & 0o077 == 0, "for the owner only"
 
@@ -136,7 +136,7 @@ def test_damaged_newest_is_set_aside_and_the_previous_used(tmp_path, caplog):
     assert store.newest().step == 1 and (tmp_path / "damaged-step-00000003-1").is_dir()
     (tmp_path / "step-00000001" / "model.bin").unlink()
     for _ in range(2):  # not "None", from which a run would start again
-        with pytest.raises(DataError, match=r"no good checkpoint.*damaged-step-00000001"):
+        with pytest.raises(DataError, match="damaged-step-00000001"):
             store.newest()
 
 
@@ -184,7 +184,7 @@ def test_parts_of_several_processes_become_one_checkpoint(tmp_path, monkeypatch)
     assert store.newest() is None, "not before the commit"
     records = {name: record for part in parts for name, record in part.items()}
     lost = {**records, "part-7": FileInfo(50, "0" * 64)}
-    with pytest.raises(StorageError, match="part-7 is missing or does not have 50 bytes"):
+    with pytest.raises(StorageError, match=r"part-7.*50"):
         store.commit(temporary, 1, lost, {}, {})
     path = store.commit(temporary, 1, records, {}, {})
     assert sorted(verify_checkpoint(path).files) == sorted(records) and names(tmp_path) == ["step-00000001"]
@@ -195,6 +195,6 @@ def test_parts_of_several_processes_become_one_checkpoint(tmp_path, monkeypatch)
 def test_too_little_disk_space_is_refused_before_writing(tmp_path):
     store = CheckpointStore(tmp_path, Retention(last=1))
     save(store, 1)
-    with pytest.raises(StorageError, match=r"1048576\.0 MiB needed, [\d.]+ MiB free"):
+    with pytest.raises(StorageError, match=r"1048576\.0 MiB.* [\d.]+ MiB"):
         save_checkpoint(store, 2, FILES, {}, needed_bytes=2**40)
     assert names(tmp_path) == ["step-00000001"]

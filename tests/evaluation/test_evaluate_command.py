@@ -37,9 +37,9 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory, tiny_store: Path) -> Path:
         (
             ["--search", "8", "--modes", "t2l"],
             2,
-            "--search: is of mode l2t, expected it among those to measure, found t2l",
+            "--search: belongs to mode l2t",
         ),
-        (["--sts", "/nowhere.tsv", "--modes", "l2t,joint"], 2, "--sts: is of mode t2l"),
+        (["--sts", "/nowhere.tsv", "--modes", "l2t,joint"], 2, "--sts: belongs to mode t2l"),
         (["--checkpoint", "/nowhere"], 65, "/nowhere"),
         (["--weights", "ema"], 65, "has no EMA of the weights"),
         (

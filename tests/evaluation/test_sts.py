@@ -40,18 +40,18 @@ def test_both_formats_give_the_same_pairs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
-        ("a.csv", "", "expected a .tsv or .jsonl file"),
-        ("none.tsv", None, "cannot be read"),
-        ("a.tsv", "a\tb\t1\na\tb\n", "line 2: expected two sentences and a number separated by tabs"),
+        ("a.csv", "", ".tsv or .jsonl"),
+        ("none.tsv", None, "none.tsv"),
+        ("a.tsv", "a\tb\t1\na\tb\n", "line 2"),
         ("a.tsv", "a\tb\tgood\n", "line 1"),
         ("a.tsv", "a\t \t1\n", "line 1"),
         ("a.tsv", "a\tb\tnan\n", "line 1"),
-        ("a.jsonl", '{"sentence1": "a", "sentence2": "b"}\n', "line 1: expected keys sentence1, sentence2, score"),
+        ("a.jsonl", '{"sentence1": "a", "sentence2": "b"}\n', "line 1: .*sentence1, sentence2, score"),
         ("a.jsonl", '{"sentence1": "a", "sentence2": 3, "score": 1}\n', "line 1"),
         ("a.jsonl", "[1, 2, 3]\n", "line 1"),
         ("a.jsonl", "not json\n", "line 1"),
-        ("a.tsv", "a\tb\t1\na\tc\t2\n", "2 pairs, expected at least 3"),
-        ("a.tsv", "a\tb\t1\na\tc\t1\nd\te\t1\n", "of different scores"),
+        ("a.tsv", "a\tb\t1\na\tc\t2\n", "2 pairs.* 3"),
+        ("a.tsv", "a\tb\t1\na\tc\t1\nd\te\t1\n", "a.tsv: .*scores"),
     ],
 )
 def test_malformed_pairs_are_refused(tmp_path: Path, name: str, text: str | None, expected: str) -> None:
@@ -63,7 +63,7 @@ def test_malformed_pairs_are_refused(tmp_path: Path, name: str, text: str | None
 
 def test_too_long_sentence_is_refused(run: LoadedRun) -> None:
     evaluation = Evaluation(run, EvaluationConfig(samples=4))
-    with pytest.raises(DataError, match="sentences of 1 to 32 tokens, found"):
+    with pytest.raises(DataError, match=r"--sts: .*1 to 32 tokens"):
         tokenize_sentences(evaluation, [*PAIRS, Pair("The " * 40, "a", 1.0)])
 
 

@@ -87,7 +87,7 @@ def change_json(run: Path, store: Path, rng: random.Random) -> str:
 
 def add_file(run: Path, store: Path, rng: random.Random) -> str:
     (rng.choice(checkpoints(run)) / "tokenizer" / "added.py").write_text("print()")
-    return "has the file tokenizer/added.py, which is not in its manifest"
+    return "not in its manifest, tokenizer/added.py"
 
 
 def remove_checkpoints(run: Path, store: Path, rng: random.Random) -> str:
@@ -248,13 +248,13 @@ def swap_checkpoints(run: Path, store: Path, rng: random.Random) -> str:
     first.rename(other)
     second.rename(first)
     other.rename(second)
-    return f"{first.name}: is the checkpoint of step {int(second.name[5:])}"
+    return f"{first.name}: expected the step of its name, found step {int(second.name[5:])}"
 
 
 def copy_checkpoint(run: Path, store: Path, rng: random.Random) -> str:
     """A checkpoint of the run, presented as one of a step that has none."""
     shutil.copytree(rng.choice(checkpoints(run)), run / "checkpoints" / "step-00000007")
-    return "step-00000007: is the checkpoint of step"
+    return "step-00000007: expected the step of its name"
 
 
 def change_recorded_setting(run: Path, store: Path, rng: random.Random) -> str:

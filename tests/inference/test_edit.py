@@ -40,7 +40,7 @@ MARKED = "The rose of [soil and] water."
 )
 def test_span_in_brackets(marked: str, text: str | None, span: str | None) -> None:
     if text is None:
-        with pytest.raises(UsageError, match=r"--edit: expected one \[span\] to rewrite, found .*\\\["):
+        with pytest.raises(UsageError, match=r"--edit: .*\[span\].*\\\["):
             SpanEdit.parse(marked)
     else:
         result = SpanEdit.parse(marked)
@@ -99,7 +99,7 @@ def test_versions_differ_in_the_span_only(short_run: LoadedRun) -> None:
     assert len(texts) == 6 and len(set(texts)) > 1
     assert all(text.startswith("The rose of") and text.endswith(" water.") for text in texts)
     assert np.allclose(made.latents.numpy(), latents.repeat(3, axis=0), atol=1e-6)
-    with pytest.raises(DataError, match=r"--edit: expected at most \d+ tokens with the span, found"):
+    with pytest.raises(DataError, match=r"--edit: .*\d+ tokens.*\d+"):
         mask_span(short_run, SpanEdit.parse(MARKED), 500)
 
 

@@ -67,5 +67,5 @@ def test_options_that_make_no_sense(options: str, expected: str, capsys: pytest.
 
 @pytest.mark.quick
 def test_imported_latents_have_no_encoder_to_name_words_of() -> None:
-    with pytest.raises(DataError, match="expected an encoder of texts, as the latents were imported, or latents"):
+    with pytest.raises(DataError, match=r"The wave.*imported"):
         encode_or_raise(ImportedLatents("model", "1", (1, 4)), ["The wave."], ", or latents")

@@ -76,7 +76,7 @@ def test_one_line_with_a_path(
         status = cli.main([word.format(**places) for word in COMMANDS[name]])
     errors = capsys.readouterr().err
     if status == 0:  # it has needed nothing of the kind
-        assert (name, kind) in {("sample", "no rights"), ("new", "a full disk")}
+        assert (name, kind) in {("sample", "no rights"), ("new", "a full disk"), ("compare", "a full disk")}
         return
     assert_user_error((status, errors), 74, str(tmp_path), alone=False)
     assert {path for path in tmp_path.rglob("*") if ".tmp" in path.name} == before

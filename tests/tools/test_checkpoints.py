@@ -93,10 +93,10 @@ def test_merge_refuses(run: Path, tiny_config: Path, tmp_path: Path, capsys: pyt
         capsys.readouterr()
         assert_user_error((cli.main(["checkpoints", "merge", *given]), capsys.readouterr().err), code, expected)
 
-    refusal(65, run, other, "--out", tmp_path / "new", "other: expected the network and data of")
+    refusal(65, run, other, "--out", tmp_path / "new", "other: expected the same network and data")
     refusal(2, run, run, "--out", other, "exists already")
     for arguments in ([run], [run, run, "--shares", 1], [run, run, "--shares", 1, 0]):
-        refusal(2, *arguments, "--out", tmp_path / "new", "expected two or more, with a share above 0 of each")
+        refusal(2, *arguments, "--out", tmp_path / "new", "checkpoints merge: ")
     assert not (tmp_path / "new").exists()
 
 

@@ -80,7 +80,7 @@ def test_what_a_resume_superseded_is_dropped(tmp_path: Path) -> None:
 
 
 def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is no run folder"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl"):
         History(tmp_path)
 
 

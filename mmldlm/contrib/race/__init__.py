@@ -1,1 +1,1 @@
-"""`mmldlm race`: which of several changes of a run are better than it, with one budget of errors for all of them."""
+"""`mmldlm race`: find the changes of a run that make it better, with one budget of errors for all of them."""

@@ -1,4 +1,4 @@
-"""Arms of a race: what each changes of the base, whether it can be compared with it, and how it is trained."""
+"""Arms of a race: what an arm changes in the base, whether the two can be compared, and how the arm is trained."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ from mmldlm.tools.config import to_flow_yaml
 from mmldlm.trainer.consistency import code_hash
 from mmldlm.utils.short_repr import truncate
 
-BOUND = "validation/text_l2t"  # what no setting changes the meaning of
+BOUND = "validation/text_l2t"  # no setting changes the meaning of this metric
 GIT = "git:"
 
-_OWNED = ("run.dir", "run.init_seed")  # settings that are the race's
-_SHARED = (*ORDER, "train.steps", "validation")  # what a value at a step is about
-_UNSEEN = (*LOSS, "ema", "model.dropout")  # what a training loss does not see, or is not the same mean under
+_OWNED = ("run.dir", "run.init_seed")  # settings that the race itself decides
+_SHARED = (*ORDER, "train.steps", "validation")  # settings that decide which samples and steps a value is about
+# Settings that a training loss does not reflect, or that change the quantity it averages.
+_UNSEEN = (*LOSS, "ema", "model.dropout")
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,11 @@ class Arm:
     """A config, and the code that trains it.
 
     Attributes:
-        text: As the ledger has it; it gives the same arm again.
-        key: Hash of what the arm is: base and code, and the settings or the tree of the commit.
-        settings: Resolved, by dotted key, as in JSON.
-        arguments: Of `mmldlm train`: the config file and settings.
-        tree: Checkout of another revision that trains it.
+        text: The arm as written in the ledger. Parsing it again gives the same arm.
+        key: Hash of the arm's identity: base and code, and the settings or the tree of the commit.
+        settings: Resolved settings by dotted key, as in JSON.
+        arguments: Arguments of `mmldlm train`: the config file and settings.
+        tree: Checkout of the revision that trains the arm, if it is another one.
     """
 
     text: str
@@ -51,15 +52,16 @@ class Arm:
 
     @classmethod
     def base(cls, path: Path) -> Arm:
-        """Return the config that others are compared with."""
+        """Return the base: the arm that all others are compared with."""
         settings = _load(path)
         return cls("base", _hash("base", code_hash(), _own(settings)), settings, (str(path),))
 
     @classmethod
     def parse(cls, text: str, base: Arm, folder: Path) -> Arm:
-        """Return the arm of a text: settings, a config file, or git:REVISION, checked out in `folder`.
+        """Parse an arm: settings, a config file, or git:REVISION, which is checked out in `folder`.
 
-        It is a `ConfigError` or `UsageError` if it does not start, or does not have the samples of the base.
+        Raises:
+            ConfigError, UsageError: The arm does not start, or has other samples than the base.
         """
         if text.startswith(GIT):
             arm = _of_revision(text, base, folder)
@@ -67,7 +69,7 @@ class Arm:
             if Path(text).suffix in (".yaml", ".yml"):
                 text = str(Path(text).absolute())
                 arguments = [text]
-            else:  # a comma of a list or map is not followed by a key and "="
+            else:  # only a comma before a key and "=" separates settings: others are part of a list or map
                 arguments = [base.arguments[0], *re.split(r",(?=\s*[a-z_]\w*(?:\.\w+)*=)", text)]
             settings = _load(Path(arguments[0]), arguments[1:])
             arm = cls(text, _hash(base.key, _own(settings)), settings, tuple(arguments))
@@ -77,14 +79,15 @@ class Arm:
         return arm
 
     def changes(self, base: Arm) -> dict[str, Any]:
-        """Return the arm's values of the settings in which it differs from the base, and its commit, if it has one."""
+        """Return the arm's values of all settings that differ from the base, and its commit, if it has one."""
         settings = {key: value for key, value in _own(self.settings).items() if value != base.settings.get(key)}
         return settings | ({"git": self.text.removeprefix(GIT)} if self.tree else {})
 
     def metric(self, metric: str, base: Arm) -> str:
-        """Return the metric to compare the arm with the base by: `metric`, or the bound where `metric` means another.
+        """Return the metric to compare by: `metric`, or the bound if the arm changes the meaning of `metric`.
 
-        If there is none, that is a `ConfigError`.
+        Raises:
+            ConfigError: No metric can compare the arm with the base.
         """
         group = metric.partition("/")[0]
         keys = changed_settings(base.settings, self.settings, LOSS if group == "validation" else _UNSEEN)
@@ -94,7 +97,9 @@ class Arm:
         modes = [trained_modes(arm.settings["mode"], arm.settings["mode_schedule"]) for arm in (base, self)]
         if not all("l2t" in trained for trained in modes):
             changed = ", ".join(keys) or "the code"
-            raise ConfigError(f"{self.text}: expected --metric quality/..., found {metric}, which {changed} changes")
+            raise ConfigError(
+                f"{self.text}: expected --metric quality/..., since {changed} changes the meaning of {metric}"
+            )
         return BOUND
 
 
@@ -102,7 +107,7 @@ def _load(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     config = load_config(path, overrides)
     require_paths(config, "data.path", "run.dir")
     if config.resume != "auto":
-        raise ConfigError(f"resume: expected auto, by which each turn continues, found {config.resume}")
+        raise ConfigError(f"resume: expected auto, so that each turn continues the run, found {config.resume}")
     return _as_json(with_absolute_paths(config))
 
 
@@ -120,18 +125,18 @@ def _hash(*parts: Any) -> str:
 
 
 def _of_revision(text: str, base: Arm, folder: Path) -> Arm:
-    """Return the base's config as trained by another revision of the repository in the working folder."""
+    """Return the base's config as trained by another revision of the repository in the current folder."""
     commit = _git(text, "rev-parse", "--verify", "--quiet", f"{text.removeprefix(GIT)}^{{commit}}")
     root = Path(_git(text, "rev-parse", "--show-toplevel"))
     tree = folder / commit[:12]
-    # What a kill has left, or somebody has changed, is checked out again.
+    # Check out again, since a kill may have left half a checkout, or somebody may have changed it.
     if not tree.is_dir() or _git(text, "-C", str(tree), "status", "--porcelain", "--untracked-files=no"):
         shutil.rmtree(tree, ignore_errors=True)
         _git(text, "worktree", "prune")
         _git(text, "worktree", "add", "--force", "--detach", str(tree), commit)
     path = Path(base.arguments[0])
     if path.is_relative_to(root) and (tree / path.relative_to(root)).is_file():
-        path = tree / path.relative_to(root)  # the commit may have changed it
+        path = tree / path.relative_to(root)  # the commit may have its own version of the base
     given = _as_json(load_config(base.arguments[0]))
     paths = [f"{key}={to_flow_yaml(base.settings[key])}" for key in given if given[key] != base.settings[key]]
     command = [sys.executable, "-m", "mmldlm", "config", str(path), *paths, "--json"]
@@ -152,12 +157,12 @@ def _git(text: str, *arguments: str) -> str:
 
 
 def last_line(text: str) -> str:
-    """Return the last line of a program's output, which says what is wrong."""
+    """Return the last line of a program's output. It says what is wrong."""
     return truncate((text.strip().splitlines() or [""])[-1], 400)
 
 
 def environment(tree: Path | None) -> dict[str, str]:
-    """Return the variables of processes that run the code of a checkout, or of this package."""
+    """Return the environment for processes that run the code of a checkout, or of this package."""
     if tree is None:
         return dict(os.environ)
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))}

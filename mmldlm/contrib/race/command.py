@@ -1,4 +1,4 @@
-"""`mmldlm race BASE ARM...`: train several changes of a run, leave each as soon as it is decided, and keep the best."""
+"""`mmldlm race BASE ARM...`: train several changes of a run, stop each once it is decided, and keep the best."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mmldlm.tools.compare.run_summary import better_direction
 from mmldlm.utils.lock import RunLock
 from mmldlm.utils.printable import printable
 
-# Options that the ledger has for each base, and what they are unless given.
+# Options that the ledger stores for each base, with their defaults.
 _OPTIONS = {"metric": BOUND, "risk": 0.05, "at_least": 0.002, "seeds": 16, "looks": 3, "launch": ""}
 
 
@@ -32,7 +32,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("base", nargs="?", metavar="BASE.yaml", help="config of the base; with --ledger by default its last one")
     add("arms", nargs="*", metavar="ARM", help="key=value,key=value, a config file, or git:REVISION")
-    add("--add", action="append", default=[], metavar="ARM", help="another arm, to continue a ledger with")
+    add("--add", action="append", default=[], metavar="ARM", help="another arm to continue a ledger with")
     add("--ledger", type=Path, metavar="FILE", help="ledger (RUN-race/experiments.jsonl by run.dir of the base)")
     add("--metric", help="metric of the decisions, of loss/, accuracy/, validation/ or quality/ (validation/text_l2t)")
     add("--risk", type=fraction, metavar="X%", help="probability that luck alone is kept, in all the ledger (5%%)")
@@ -45,7 +45,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="WORDS",
         help="launcher, such as 'accelerate launch --config_file FILE'; after ' -- ' options of mmldlm.train",
     )
-    add("--budget", type=float, default=math.inf, metavar="HOURS", help="stop after the turn in which they are over")
+    add(
+        "--budget",
+        type=float,
+        default=math.inf,
+        metavar="HOURS",
+        help="stop after the turn in which these hours are used up",
+    )
     options = parser.parse_args(argv)
     if options.base is None and options.ledger is None:
         raise UsageError("expected BASE.yaml, or --ledger with a ledger that has one")
@@ -55,17 +61,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _open(options: argparse.Namespace, path: Path) -> tuple[Ledger, Arm]:
-    """Return the ledger at `path` and the base; what the ledger has completes the options."""
+    """Open the ledger at `path` and return it with the base. Options that were not given come from the ledger."""
     ledger = Ledger(path)
     races = ledger.of_kind("race")
     if options.base is None and not races:
-        raise UsageError(f"--ledger: expected one that has a base, or BASE.yaml, found none in {path}")
+        raise UsageError(f"--ledger: expected a ledger with a base, or BASE.yaml, found no base in {path}")
     base = Arm.base(Path(races[-1]["base"] if options.base is None else options.base).absolute())
     same = ledger.of_kind("race", key=base.key)
     if options.base is None and not same:
-        raise ConfigError(f"{base.arguments[0]}: expected as in {path}, found other settings or code; name it")
+        raise ConfigError(f"{base.arguments[0]}: expected the settings and code of {path}, found others; name the base")
     for name, default in _OPTIONS.items():
-        known = same or (races if name == "risk" else [])  # the risk is that of the whole ledger
+        known = same or (races if name == "risk" else [])  # one risk covers the whole ledger
         value, given = known[-1][name] if known else default, getattr(options, name)
         if known and given not in (None, value):
             raise UsageError(f"--{name.replace('_', '-')}: expected {value} as in {path}, found {given}")
@@ -73,7 +79,7 @@ def _open(options: argparse.Namespace, path: Path) -> tuple[Ledger, Arm]:
     if options.metric.partition("/")[0] not in METRICS or not better_direction(options.metric):
         raise UsageError(f"--metric: expected one of {', '.join(METRICS)} with a better side, found {options.metric}")
     if options.seeds < 3 or not options.risk:
-        raise UsageError(f"expected --seeds 3 and a --risk above 0, at least, found {options.seeds} and {options.risk}")
+        raise UsageError(f"expected at least --seeds 3 and a --risk above 0, found {options.seeds} and {options.risk}")
     if not same:
         header = {"kind": "race", "base": base.arguments[0], "key": base.key}
         ledger.append([header | {name: getattr(options, name) for name in _OPTIONS}])
@@ -81,7 +87,7 @@ def _open(options: argparse.Namespace, path: Path) -> tuple[Ledger, Arm]:
 
 
 def _proposals(options: argparse.Namespace, ledger: Ledger, base: Arm, folder: Path) -> list[Proposal]:
-    """Return all proposals for the base; those of the command line that are new get a line of the ledger."""
+    """Return all proposals for the base. New ones from the command line are added to the ledger."""
     arms = [Arm.parse(text, base, folder) for text in dict.fromkeys([*options.arms, *options.add])]
     metrics = [arm.metric(options.metric, base) for arm in arms]
     for arm, metric in zip(arms, metrics, strict=True):
@@ -114,7 +120,7 @@ def _proposals(options: argparse.Namespace, ledger: Ledger, base: Arm, folder: P
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm race`; an `MmldlmError` propagates."""
+    """Run `mmldlm race`. An `MmldlmError` is raised to the caller."""
     options = _parse(argv)
     deadline = time.monotonic() + 3600 * options.budget
     path = options.ledger or Path(f"{Arm.base(Path(options.base)).settings['run.dir']}-race") / "experiments.jsonl"

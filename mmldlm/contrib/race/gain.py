@@ -1,13 +1,13 @@
-"""Gains of arms over the base, luck included, and how sure one must be of them for the n-th proposal.
+"""Estimate an arm's gain over the base, with luck taken into account, and say how sure the n-th proposal must be.
 
-All runs of a race have the same samples, noise and masks, so what differs between two runs of one config is luck alone:
-the initial weights, and what rounding makes of them. The base is trained from several initial weights, which show how
-large that luck is at each step; the difference of an arm must exceed it.
+All runs of a race have the same samples, noise and masks. So two runs of one config differ only by luck: by their
+initial weights, and by the rounding that follows from them. We train the base from several initial weights to see how
+large that luck is at each step. An arm's difference must exceed it.
 
-Assumption: at a step of the race, the values of the runs of one config from several initial weights are independent
-draws of one normal distribution, whose variance is the same for base and arm. Under it each look is a t-test of two
-samples, also for an arm that is the base by another name: other code of the same network, other rounding, other initial
-weights. Nothing is assumed of several arms or looks, which share the base's runs: their errors are added (union bound).
+We assume that, at a step of the race, one config's values from several initial weights are independent draws from a
+normal distribution, with the same variance for base and arm. Then each look is a t-test of two samples. That also holds
+for an arm that is the base in disguise, e.g. equivalent code that rounds differently. We assume nothing about several
+arms or looks, which share the base's runs: their errors are added (union bound).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ import numpy as np
 
 from mmldlm.utils.intervals import student_quantile
 
-NIGHT = 100  # proposals after which the budget of errors is half spent
+NIGHT = 100  # after this many proposals, half of the budget of errors is spent
 
 
 def share(n: int) -> float:
-    """Return the part of the budget of errors that the n-th proposal may spend, n from 1.
+    """Return the share of the error budget that the n-th proposal may spend (n counts from 1).
 
-    With N = `NIGHT`, N / ((n + N) (n + N - 1)) is positive and sums to 1 over all n, so that the probability of any
-    wrong decision is below the budget however many proposals come, and however they depend on one another: the sequence
-    of alpha-spending (Foster and Stine, "Alpha-investing", JRSS B 70, 2008, and the gammas of LORD and LOND, Javanmard
-    and Montanari, arXiv 1502.06197), without their refunds, which would bound the share of wrong ones among those kept.
-    It is nearly constant over a night, where 6 / (pi n)^2 leaves the hundredth proposal a fortieth of it.
+    With N = `NIGHT`, N / ((n + N) (n + N - 1)) is positive and sums to 1 over all n. So the probability of any wrong
+    decision stays below the budget, however many proposals come and however they depend on one another. This is
+    alpha-spending (Foster and Stine, "Alpha-investing", JRSS B 70, 2008, and the gammas of LORD and LOND, Javanmard and
+    Montanari, arXiv 1502.06197) without refunds, which would only bound the share of wrong decisions among the kept
+    arms. The sequence is nearly constant over a night. With 6 / (pi n)^2, the hundredth proposal would get a fortieth.
     """
     return NIGHT / ((n + NIGHT) * (n + NIGHT - 1))
 
@@ -39,7 +39,7 @@ class Gain:
     """The gain of an arm's mean over a reference's, as a fraction of the reference's.
 
     Attributes:
-        error: Standard error of `value`, by the spread within each of the configs.
+        error: Standard error of `value`, from the spread within each config.
     """
 
     value: float
@@ -48,9 +48,9 @@ class Gain:
 
     @classmethod
     def of(cls, arm: np.ndarray, reference: np.ndarray, base: np.ndarray, higher: bool = False) -> Gain:
-        """Return the gain by the values of runs, from at least two initial weights in `base`.
+        """Compute the gain from the values of runs. `base` needs values from at least two initial weights.
 
-        The variance is pooled over all configs (Student's t-test of two samples); `higher` values are better, or lower.
+        The variance is pooled over all configs (Student's two-sample t-test). `higher` says which values are better.
         """
         groups = (arm, base) if reference is base else (arm, reference, base)
         degrees = sum(len(group) - 1 for group in groups)
@@ -60,6 +60,6 @@ class Gain:
         return cls(float(arm.mean() - reference.mean()) / scale, error, degrees)
 
     def bounds(self, risk: float) -> tuple[float, float]:
-        """Return bounds of the gain, each of which is wrong with probability `risk`."""
+        """Return a lower and an upper bound of the gain, each of them wrong with probability `risk`."""
         half_width = student_quantile(self.degrees, 2 * risk) * self.error
         return self.value - half_width, self.value + half_width

@@ -1,8 +1,8 @@
-"""The ledger of races: a JSON object a line, appended, and never changed.
+"""The ledger of races: a file with one JSON object per line, which is only appended to.
 
-A line of kind `race` has base and options of the proposals after it. `proposal` is written when one arrives, and has
-its number; `result` after each look at it, and has the decision if there is one. What was not decided when a race was
-killed is decided by the next one.
+A line of kind `race` has the base and the options of the proposals that follow. A `proposal` is written when it
+arrives, with its number. A `result` is written after each look, with the decision if there is one. If a race was
+killed, the next race decides what was still open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mmldlm.utils.short_repr import short_repr
 
 
 class Ledger:
-    """The file; a last line that a kill has torn is dropped. One that cannot be read is a `DataError`."""
+    """The ledger's file. A last line that a kill has torn is dropped. Raises `DataError` if it cannot be read."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -33,14 +33,16 @@ class Ledger:
                 self.lines[-1]["kind"]
             except (ValueError, TypeError, KeyError):
                 found = short_repr(line.decode(errors="replace"))
-                raise DataError(f"{path}: line {number}: expected one of `mmldlm race`, found {found}") from None
+                raise DataError(
+                    f"{path}: line {number}: expected a line that `mmldlm race` writes, found {found}"
+                ) from None
 
     def of_kind(self, kind: str, **values: Any) -> list[dict[str, Any]]:
-        """Return the lines of a kind that have these values."""
+        """Return the lines of a kind with the given values."""
         return [line for line in self.lines if {"kind": kind, **values}.items() <= line.items()]
 
     def append(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines at once, so that they are there after a crash."""
+        """Append lines in one synchronized write, so that they survive a crash."""
         make_folder(self.path.parent)
         added = [replace_nonfinite(dict(line)) for line in lines]
         with self.path.open("ab") as file:

@@ -1,10 +1,10 @@
-"""A race: the runs of a base and of its arms, and what is decided by their records alone.
+"""A race: train a base and its arms, and decide by their records alone.
 
-Arms are compared with the base at a few steps, each twice the one before, at which all runs have had the same samples
-(successive halving: Karnin, Koren and Somekh, ICML 2013). An arm leaves as soon as it is shown not to be better by what
-matters than the base, or than the best arm (Hoeffding races: Maron and Moore, NIPS 1993). One that is better beyond
-luck by its share of the budget of errors (`gain.py`) is kept if it is the best of these, and still better at its end.
-What is undecided at its end is trained again from other initial weights.
+We look at the arms at a few steps, each twice the previous one, where all runs have had the same samples (successive
+halving: Karnin, Koren and Somekh, ICML 2013). An arm leaves as soon as it is clearly not better than the base, or than
+the best arm, by an amount that matters (Hoeffding races: Maron and Moore, NIPS 1993). Among the arms that are better
+beyond luck, at their shares of the error budget (`gain.py`), the best one is kept if it is still better at its end. An
+arm that is undecided at its end is trained again from other initial weights.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ from mmldlm.tools.runs import History
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import CONTINUE, stop_at_signals
 
-MAX_SEEDS = 3  # initial weights that an arm is trained from while it is undecided
-DROP_RISK = 0.05  # that an arm leaves at a look though it is better than the best by what matters
-LOG = "race.log"  # in the run folder: the output of its last processes
-METRICS = ("loss", "accuracy", "validation", "quality")  # groups of metrics of a run's records
+MAX_SEEDS = 3  # an undecided arm is trained from at most this many initial weights
+DROP_RISK = 0.05  # risk, at each look, that an arm leaves although it is better by an amount that matters
+LOG = "race.log"  # file in the run folder with the output of its last processes
+METRICS = ("loss", "accuracy", "validation", "quality")  # groups of metrics in a run's records
 
-# Exit codes of a run that are the arm's fault; by any other it could not be tried, which ends the race.
+# Exit codes that are the arm's own fault. Any other code means that it could not be tried, and ends the race.
 _FAULTS = (1, ExitCode.USAGE, ExitCode.CONFIG, ExitCode.DATA, ExitCode.NUMERICAL)
 
 
-_AT = itemgetter("metric", "step", "seeds")  # what results are compared at
+_AT = itemgetter("metric", "step", "seeds")  # results are compared at the same values of these keys
 
-# The line of a result of nothing.
+# Default values for the line of a result.
 NO_RESULT = {"kind": "result", "step": 0, "seeds": 0, "values": [], "gain": None, "interval": None, "better": False}
 
 
 @dataclass
 class Proposal:
-    """An arm by its line of the ledger, and the lines of its results so far."""
+    """An arm, its line in the ledger, and the lines of its results so far."""
 
     line: Mapping[str, Any]
     results: list[dict[str, Any]] = field(default_factory=list)
@@ -60,18 +60,18 @@ class Proposal:
 
     @property
     def decision(self) -> str:
-        """The decision, "" while there is none."""
+        """The decision, or "" while there is none."""
         return self.results[-1]["decision"] if self.results else ""
 
     @property
     def is_better(self) -> bool:
-        """True if a look has shown it to be better than the base."""
+        """Whether a look has shown that the arm is better than the base."""
         return any(result["better"] for result in self.results)
 
 
 @dataclass
 class Race:
-    """The race of a base, whose runs are below `folder`."""
+    """The race of a base. Its runs are stored below `folder`."""
 
     ledger: Ledger
     base: Arm
@@ -86,14 +86,14 @@ class Race:
     base_values: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)
 
     def run(self, proposals: Sequence[Proposal]) -> None:
-        """Train and decide the proposals for this base, of which some may be decided."""
+        """Train and decide the proposals for this base. Some may be decided already."""
         for look, (step, seed) in enumerate(self.schedule):
             racing = [one for one in proposals if not one.decision]
-            is_contest = len(racing) > 1 and seed == 0  # of arms that are better than the base, for the best
+            is_contest = len(racing) > 1 and seed == 0  # the better arms compete to be the best
             due = [one for one in racing if len(one.results) == look and (is_contest or not one.is_better)]
             earlier = [line for one in proposals if one not in due for line in one.results]
             for metric in {one.line["metric"] for one in due}:
-                self._base(metric, step)  # before the arms are trained: there may be no such metric
+                self._base(metric, step)  # before training the arms, as there may be no such metric
             lines = self._measure(due, seed, step)
             for line in lines:
                 if line["values"]:
@@ -105,7 +105,7 @@ class Race:
 
     @cached_property
     def schedule(self) -> list[tuple[int, int]]:
-        """Step, and number of the initial weights, of each look: where records and validations are."""
+        """Step and number of initial weights of each look. Looks are at steps with records and validations."""
         settings = self.base.settings
         last = settings["train.steps"]
         every = [settings[key] for key in ("log.every", "validation.every", "validation.quality_every")]
@@ -116,7 +116,7 @@ class Race:
     # --- decisions ---------------------------------------------------------------------------------------------
 
     def _measure(self, proposals: Sequence[Proposal], seed: int, step: int) -> list[dict[str, Any]]:
-        """Train proposals to a step, and return the lines of their results; one has failed by its arm's fault."""
+        """Train proposals to a step and return the lines of their results. An arm that broke its run has failed."""
         lines = []
         errors = self.train([(one.arm, seed) for one in proposals if one.arm is not None], step)
         for one, error in zip(proposals, errors, strict=True):
@@ -133,7 +133,7 @@ class Race:
         return lines
 
     def _base(self, metric: str, step: int) -> np.ndarray:
-        """Return the values of the base's runs, which are trained so far."""
+        """Train the base's runs to the step and return their values."""
         if (metric, step) not in self.base_values:
             for error in self.train([(self.base, seed) for seed in range(self.seeds)], step):
                 if error is not None:
@@ -142,30 +142,30 @@ class Race:
         return self.base_values[metric, step]
 
     def _gain(self, line: Mapping[str, Any], rival: Mapping[str, Any] | None = None) -> Gain:
-        """Return the gain of a result over the base, or over another result of the same look."""
+        """Return the gain of a result over the base, or over another result at the same look."""
         base = self._base(line["metric"], line["step"])
         reference = base if rival is None else np.array(rival["values"])
         return Gain.of(np.array(line["values"]), reference, base, better_direction(line["metric"]) == "higher")
 
     def _compare(self, line: dict[str, Any]) -> Gain:
-        """Complete a result by its gain over the base, which is returned, and its interval."""
+        """Add the gain over the base and its interval to a result, and return the gain."""
         gain = self._gain(line)
         low, high = gain.bounds(self.risk * share(line["n"]) / len(self.schedule))
         line |= {"gain": gain.value, "interval": [low, high], "better": low > 0}
         return gain
 
     def _judge(self, line: dict[str, Any], rivals: Sequence[Mapping[str, Any]], is_last: bool) -> None:
-        """Complete the line of a result by its gain and the decision; the rivals are all results of the look."""
+        """Add the gain and the decision to a result. The rivals are all results at the same look."""
         gain = self._compare(line)
         leads, higher = [(gain, "the base")], better_direction(line["metric"]) == "higher"
         rivals = sorted(rivals, key=lambda other: float(np.mean(other["values"])), reverse=higher)
-        # Before the end at most half of the arms leave for a better one: who starts fastest need not end as the best.
+        # Before the end, at most half of the arms may leave for a better arm: a fast start need not end best.
         staying = 1 if line["step"] == self.schedule[-1][0] else (len(rivals) + 1) // 2
         if all(other is not line for other in rivals[:staying]):
             leads.append((self._gain(line, rivals[0]), rivals[0]["arm"]))
         ahead = [name for lead, name in leads if lead.bounds(DROP_RISK)[1] < self.at_least]
         if line["values"] == self._base(line["metric"], line["step"])[:1].tolist():
-            if line["step"] == self.schedule[-1][0]:  # before, a schedule may still part them
+            if line["step"] == self.schedule[-1][0]:  # earlier, a schedule may still separate them
                 line |= {"decision": "no change", "reason": "its metric is the base's to the last bit"}
         elif ahead:
             line |= {"decision": "discard", "reason": f"not {100 * self.at_least:g} % better than {ahead[-1]}"}
@@ -173,7 +173,7 @@ class Race:
             line |= {"decision": "open", "reason": f"neither after {MAX_SEEDS} runs"}
 
     def _finish(self, better: Sequence[Proposal], to_beat: float) -> None:
-        """Train the best of the proposals that are better than the base to its end; keep it if it is the best there."""
+        """Train the best of the better proposals to its end, and keep it if it is still the best there."""
         winner, last, lines = "", self.schedule[-1][0], []
         better = sorted(better, key=lambda one: -one.results[-1]["gain"])
         for one in better:
@@ -189,7 +189,7 @@ class Race:
         self._record(better, lines)
 
     def _record(self, proposals: Sequence[Proposal], results: Sequence[dict[str, Any]]) -> None:
-        """Write results, with their costs so far, to the ledger, and print them."""
+        """Add the costs so far to results, append them to the ledger, and print them."""
         for one, result in zip(proposals, results, strict=True):
             runs = [self.run_dir(one.line["key"], seed) for seed in range(result["seeds"])]
             trained = [RunSummary(run) for run in runs if (run / "metrics.jsonl").exists()]
@@ -204,11 +204,11 @@ class Race:
     # --- runs ----------------------------------------------------------------------------------------------------
 
     def run_dir(self, key: str, seed: int) -> Path:
-        """Return the folder of a run from its `seed`-th initial weights, by the key of its arm or "base"."""
+        """Return the folder of the run from the `seed`-th initial weights of an arm, named by its key, or "base"."""
         return self.folder / f"{key}-{seed}"
 
     def values(self, key: str, seeds: int, metric: str, step: int) -> np.ndarray:
-        """Return the metric of the first runs of an arm at a step, as reports have it; NaN where it is not finite."""
+        """Return the metric of the first runs of an arm at a step, as `mmldlm compare` defines it, or NaN."""
         runs = [RunSummary(self.run_dir(key, seed)).final_values(step) for seed in range(seeds)]
         if key == "base" and (lacking := next((run for run in runs if metric not in run), None)) is not None:
             names = [name for name in lacking if better_direction(name) and name.startswith(METRICS)]
@@ -216,22 +216,22 @@ class Race:
         return np.array([run.get(metric, math.nan) for run in runs])
 
     def train(self, runs: Sequence[tuple[Arm, int]], step: int) -> list[MmldlmError | None]:
-        """Train runs of arms and numbers of initial weights up to a step, `jobs` of them side by side, and save them.
+        """Train runs, given by arm and number of initial weights, up to a step, `jobs` at a time, and save them.
 
-        Return the error of each run that fails by its arm's fault; another error ends all and is raised.
+        Return the error of each run that fails by its arm's fault. Any other error ends all runs and is raised.
         """
         waiting = [run for run in runs if reached(self._folder(*run)) < step]
         errors = dict[tuple[str, int], MmldlmError | None]()
         with stop_at_signals(CONTINUE):
             for first in range(0, len(waiting), self.jobs):
                 if time.monotonic() > self.deadline:
-                    raise StoppedBySignal(f"--budget: its hours are over; {CONTINUE}")
+                    raise StoppedBySignal(f"--budget: the hours are used up; {CONTINUE}")
                 processes: list[subprocess.Popen[bytes]] = []
                 try:
                     for place, run in enumerate(waiting[first : first + self.jobs]):
                         processes.append(self._start(*run, step, place))
                     codes = [process.wait() for process in processes]
-                except BaseException:  # a signal: the runs save before this process ends
+                except BaseException:  # after a signal, the runs save before this process ends
                     for process in processes:
                         process.send_signal(signal.SIGTERM)
                     for process in processes:
@@ -245,12 +245,12 @@ class Race:
         return self.run_dir("base" if arm is self.base else arm.key, seed)
 
     def _start(self, arm: Arm, seed: int, step: int, place: int) -> subprocess.Popen[bytes]:
-        """Start a run by processes of the launcher, at one of `jobs` places, which share the GPUs and cores."""
+        """Start a run with the launcher at one of the `jobs` places, which divide the GPUs and cores."""
         run_dir, settings = self._folder(arm, seed), self.base.settings
         first = settings["run.seed"] if settings["run.init_seed"] is None else settings["run.init_seed"]
-        launcher, _, options = self.launch.partition(" -- ")  # what follows is for `mmldlm.train`
+        launcher, _, options = self.launch.partition(" -- ")  # options after " -- " are for `mmldlm.train`
         words = shlex.split(launcher) if launcher else [sys.executable]
-        if arm.tree is not None:  # the launcher's files are relative to another folder
+        if arm.tree is not None:  # the run starts in another folder than the launcher's relative files
             words = [str(Path(word).absolute()) if Path(word).is_file() else word for word in words]
         words.append("--module" if Path(words[0]).name == "deepspeed" else "-m")
         words += ["mmldlm.train", *arm.arguments, f"run.dir={run_dir}", f"run.init_seed={first + seed}"]
@@ -270,14 +270,14 @@ class Race:
                 raise UsageError(f"--launch: expected a command, found {words[0]}: {error.strerror}") from None
 
     def _error(self, arm: Arm, seed: int, step: int, code: int) -> MmldlmError | None:
-        """Return why a run that has ended has not reached `step` by its arm's fault; another reason is raised."""
+        """Return the arm's fault that kept an ended run from reaching `step`. Raise an error for any other reason."""
         run_dir = self._folder(arm, seed)
         if reached(run_dir) >= step:
             return None
         log = run_dir / LOG
         exits = History(run_dir).exits if (run_dir / "exit.json").exists() else []
-        code = exits[0].code if exits and self.launch and code == 1 else code  # launchers have one code for all
-        code = ExitCode.PEER_LOST if code < 0 or code >= 128 else code  # a signal that is not the arm's fault
+        code = exits[0].code if exits and self.launch and code == 1 else code  # a launcher hides the run's own code
+        code = ExitCode.PEER_LOST if code < 0 or code >= 128 else code  # a signal is not the arm's fault
         cause = last_line(log.read_text(encoding="utf-8", errors="replace")).removeprefix("mmldlm: error: ")
         error = error_from_exit_code(code, f"{arm.text}: exit code {code} at its training: {cause} ({log})")
         if error.exit_code not in _FAULTS:
@@ -286,14 +286,14 @@ class Race:
 
 
 def reached(run_dir: Path) -> int:
-    """Return the step at which a run has saved and ended last; 0 if it never did."""
+    """Return the step at which a run last saved and ended, or 0 if it never did."""
     if not (run_dir / "metrics.jsonl").exists():
         return 0
     return max((record["step"] for record in History(run_dir).by_kind("end")), default=0)
 
 
 def result_line(result: dict[str, Any]) -> str:
-    """Return a result for the terminal."""
+    """Format a result for the terminal."""
     decision = f"{result['decision'] or 'undecided'}{', ' if result['reason'] else ''}{result['reason']}"
     line = f"{result['n']}. {result['arm']}: {decision}"
     if result["gain"] is None:

@@ -31,8 +31,8 @@ from mmldlm.utils.versions import install_command
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunSummary]:
-    """Read each run once. A run is named after its folder; runs with equal folder names, by their paths as given."""
-    # Of several paths to one folder, the one given first is kept.
+    """Read each run once and name it after its folder, or after its path if two folders have the same name."""
+    # If several paths lead to one folder, we keep the first.
     unique = {path.resolve(): path for path in reversed(paths)}
     runs = [RunSummary(path) for path in reversed(unique.values())]
     counts = Counter(run.name for run in runs)
@@ -53,7 +53,7 @@ def read_branches(runs: Sequence[RunSummary]) -> list[RunGroup]:
 def to_dict(
     groups: Sequence[RunGroup], branches: Sequence[RunGroup], comparisons: Sequence[Comparison], max_step: float
 ) -> dict[str, Any]:
-    """Return the object of `--json`; docs/review.md defines the keys."""
+    """Return the object that `--json` prints. docs/review.md defines its keys."""
     return {
         "made_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "mmldlm": __version__,
@@ -81,13 +81,13 @@ def to_dict(
         "groups": {group.name: [run.name for run in group.runs] for group in groups},
         "comparison": {comparison.b.name: comparison.to_dict() for comparison in comparisons},
         "config_differences": setting_differences(groups),
-        # The only comparison is at the top level, too.
+        # A single comparison is repeated at the top level, where scripts find its decision.
         **(comparisons[0].to_dict() if len(comparisons) == 1 else {}),
     }
 
 
 def run_lines(runs: Sequence[RunSummary]) -> list[str]:
-    """Return a line about each run: its state, progress and losses, and the cause if it has not finished."""
+    """Return a line for each run with its state, progress and losses, and why it ended if it did not finish."""
     width, lines = max(len(printable(run.name)) for run in runs), []
     for run in runs:
         values, total, damaged = run.final_values(), run.history.total_steps, run.history.damaged
@@ -119,7 +119,7 @@ def _table(rows: Sequence[Difference]) -> list[str]:
 
 
 def fraction(text: str) -> float:
-    """Return the number of an option, which may be in percent."""
+    """Parse an option's number, e.g. "0.005" or "0.5%"."""
     value = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     if not 0 <= value < 1:
         raise ValueError(text)
@@ -127,14 +127,14 @@ def fraction(text: str) -> float:
 
 
 def positive(text: str) -> int:
-    """Return the number of an option from 1 on."""
+    """Parse an option's whole number, which must be at least 1."""
     if int(text) < 1:
         raise ValueError(text)
     return int(text)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm compare`; an `MmldlmError` propagates."""
+    """Run `mmldlm compare`. An `MmldlmError` is raised to the caller."""
     parser = argparse.ArgumentParser(
         "mmldlm compare",
         description="Summarize runs, finished or not, and compare each config with that of the first run: by runs that "
@@ -155,11 +155,13 @@ def main(argv: list[str] | None = None) -> int:
         except ImportError:
             raise UsageError(f"--figures needs matplotlib: {install_command('figures')}") from None
     runs = read_runs(options.runs)
-    # Two runs are compared even if they differ in nothing but their seed.
+    # We compare two runs even if only their seeds differ. Three or more are grouped by config first.
     groups = group_runs(runs) if len(runs) > 2 else [RunGroup((run,)) for run in runs]
     is_over_seeds = any(len(group.runs) > 1 for group in groups)
     if not is_over_seeds and not options.loss.startswith(("loss/", "accuracy/")):
-        raise UsageError(f"--loss: one pair has intervals of loss/... and accuracy/... only, found {options.loss}")
+        raise UsageError(
+            f"--loss: for one pair, expected loss/... or accuracy/..., which have intervals, found {options.loss}"
+        )
     branches = read_branches(runs)
     first, *others = groups
     comparisons = [
@@ -174,7 +176,7 @@ def main(argv: list[str] | None = None) -> int:
             options.figures.mkdir(parents=True, exist_ok=True)
             draw_figures([*groups, *branches], comparisons, options.figures)
     if options.json:
-        # Values from a run's files may be of types that JSON lacks.
+        # A run's files may hold values that JSON cannot represent, e.g. dates.
         values = replace_nonfinite(to_dict(groups, branches, comparisons, options.steps))
         print(json.dumps(values, allow_nan=False, default=str))
         return ExitCode.DONE

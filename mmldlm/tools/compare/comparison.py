@@ -21,7 +21,7 @@ _MEANINGS: dict[Decision, str] = {
     "lower": "B is below A",
     "higher": "B is above A",
     "equal": "B differs from A by less than {:g} %",
-    "open": "open whether B differs from A by {:g} %, and in which direction",
+    "open": "open, B may differ from A by {:g} % in either direction",
 }
 
 
@@ -43,7 +43,7 @@ class RunGroup:
 
     @property
     def by_seed(self) -> dict[str, RunSummary]:
-        """The first run of each seed: runs of equal seed are not independent. Unknown seeds count as different ones."""
+        """The first run of each seed, as runs of equal seed are not independent. Unknown seeds count as different."""
         seeds: dict[str, RunSummary] = {}
         for run in self.runs:
             by_step = {start.config.get("run.seed", run.path): start.step for start in reversed(run.history.starts)}
@@ -53,12 +53,12 @@ class RunGroup:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference of a group of runs, B, from a baseline, A, over the steps up to `max_step`.
+    """Compare a group of runs, B, with a baseline group, A, over the steps up to `max_step`.
 
     Attributes:
-        is_over_seeds: The decision is about the mean over seeds, otherwise about the records of the only pair.
-        loss: The metric that the decision is about.
-        at_least: Smallest difference that matters, as a fraction.
+        is_over_seeds: If true, decide about the mean over seeds, otherwise about the records of the only pair.
+        loss: The metric to decide about.
+        at_least: The smallest difference that matters, as a fraction.
     """
 
     a: RunGroup
@@ -70,7 +70,7 @@ class Comparison:
 
     @cached_property
     def pairs(self) -> list[tuple[RunSummary, RunSummary]]:
-        """The runs of equal seed, or the only two runs whatever their seeds."""
+        """Pairs of runs with equal seeds, or the only two runs, whatever their seeds."""
         if len(self.a.runs) == len(self.b.runs) == 1:
             return [(self.a.runs[0], self.b.runs[0])]
         others = self.b.by_seed
@@ -86,7 +86,7 @@ class Comparison:
     def over_seeds(self) -> list[Difference]:
         """Differences of all scored final values, between the runs that have reached the last step.
 
-        By pairs if several runs have a partner of their seed, otherwise between independent runs.
+        If several runs have a partner with the same seed, pairs are compared, otherwise independent runs.
         """
         has_partners = len(self.pairs) > 1
         if has_partners:
@@ -118,7 +118,7 @@ class Comparison:
 
     @cached_property
     def decision(self) -> Decision:
-        """The decision, "open" without any difference."""
+        """The decision, which is "open" if there is nothing to compare."""
         if self.is_over_seeds:
             difference = next((one for one in self.over_seeds if one.tag == self.loss), None)
         else:
@@ -150,9 +150,9 @@ class Comparison:
 
 
 def group_runs(runs: Sequence[RunSummary]) -> list[RunGroup]:
-    """Return the groups of `runs`, in the order of their first runs.
+    """Group runs by config, in the order of each group's first run.
 
-    A run whose config is unknown forms a group of its own.
+    A run whose config is unknown forms its own group.
     """
     groups: dict[str, list[RunSummary]] = {}
     for run in runs:
@@ -163,10 +163,10 @@ def group_runs(runs: Sequence[RunSummary]) -> list[RunGroup]:
 
 
 def setting_differences(groups: Sequence[RunGroup]) -> dict[str, dict[str, Any]]:
-    """Return what differs between or within groups of runs, as key -> group -> value, without `PER_RUN_SETTINGS`.
+    """Return the settings that differ between or within groups, as key -> group -> value, without `PER_RUN_SETTINGS`.
 
-    Besides settings these are, as `start-up: KEY`, engine, processes, versions and data of all their starts. A run
-    whose config or start is unknown makes no difference by itself.
+    The engine, processes, versions and data of all starts are included, as `start-up: KEY`. A run whose config or
+    start is unknown does not count as different.
     """
     settings = [_shared_settings(group.runs[0]) for group in groups]
     starts, mixed = [], set[str]()
@@ -190,7 +190,7 @@ def setting_differences(groups: Sequence[RunGroup]) -> dict[str, dict[str, Any]]
 
 
 def _shared_settings(run: RunSummary) -> dict[str, Any]:
-    """Return the settings of the latest start, and those of earlier ones that were others."""
+    """Return the settings of the latest start, and each earlier setting with another value as "KEY after step N"."""
     *earlier, latest = run.history.starts
     settings = dict(latest.config)
     for start in earlier:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # Colors of the groups.
 COLORS = ("#0b6bcb", "#d1480f", "#0b8457", "#a3359b", "#9a6b00", "#0f8b9d", "#6a4fd8", "#7a5145")
 MAX_PANELS = 12
-MAX_POINTS = 200  # of a curve; longer ones show means of consecutive records
+MAX_POINTS = 200  # in a curve: a longer one shows means of consecutive records
 MAX_LABEL_LENGTH = 48
 
 _RC_PARAMS: Any = {
@@ -39,7 +39,7 @@ def draw_figures(groups: Sequence[RunGroup], comparisons: Sequence[Comparison], 
 
     panels = plan_panels([run for group in groups for run in group.runs])
     with matplotlib.rc_context(_RC_PARAMS), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # in the name of a run
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # in a run's name
         if panels:
             build_curves(groups, panels).savefig(folder / "curves.png")
         if any(comparison.pairs for comparison in comparisons):
@@ -47,7 +47,7 @@ def draw_figures(groups: Sequence[RunGroup], comparisons: Sequence[Comparison], 
 
 
 def plan_panels(runs: Sequence[RunSummary]) -> list[str]:
-    """Return the first `MAX_PANELS` of the names of losses, such as "total", and of tags of other held-out metrics."""
+    """Choose at most `MAX_PANELS` panels: names of losses, e.g. "total", then tags of other held-out metrics."""
     train = [tag for run in runs for tag in run.history.tags("train") if tag.startswith("loss/")]
     held_out = [tag for run in runs for tag in run.history.tags(*HELD_OUT_KINDS)]
     losses = [tag.partition("/")[2] for tag in (*train, *held_out) if tag.startswith(("loss/", "validation/"))]
@@ -68,7 +68,7 @@ def build_curves(groups: Sequence[RunGroup], panels: Sequence[str]) -> Figure:
         for index, group in enumerate(groups):
             color = COLORS[index % len(COLORS)]
             for run in group.runs:
-                # The name of a loss has no group, the tag of another metric has one.
+                # A tag has a group, e.g. "quality/l2t_bleu". The name of a loss has none.
                 train_tag, held_out_tag = (name, name) if "/" in name else (f"loss/{name}", f"validation/{name}")
                 axis.plot(*shorten(run.curve(train_tag, "train")), color=color)
                 axis.plot(*shorten(run.curve(held_out_tag, *HELD_OUT_KINDS)), color=color, linestyle="--", marker=".")
@@ -96,7 +96,7 @@ def build_paired(comparisons: Sequence[Comparison]) -> Figure:
             if one is None or not one.baseline:
                 continue
             color, scale = COLORS[index % len(COLORS)], 100 / abs(one.baseline)
-            # Without their interval the first means would set the scale.
+            # Leave out the first means: they have no interval yet, and their noise would set the scale.
             bounded = np.isfinite(one.half_widths)
             steps, means, widths = (np.asarray(each)[bounded] for each in (one.steps, one.means, one.half_widths))
             axis.plot(steps, scale * means, color=color)
@@ -105,7 +105,7 @@ def build_paired(comparisons: Sequence[Comparison]) -> Figure:
 
 
 def shorten(curve: Curve) -> Curve:
-    """Return the curve with at most `MAX_POINTS` points, each the mean of consecutive ones."""
+    """Reduce a curve to at most `MAX_POINTS` points by averaging consecutive ones."""
     if len(curve.steps) <= MAX_POINTS:
         return curve
     return Curve(*(np.array([part.mean() for part in np.array_split(data, MAX_POINTS)]) for data in curve))

@@ -1,13 +1,13 @@
-"""Differences of two runs, or of two configs over several seeds: the one statistic of compare, report and monitor.
+"""Differences of two runs, or of two configs over several seeds: the statistic of `mmldlm compare`.
 
-Two questions have two answers.
+We can ask two questions.
 
-- One pair of runs: by how much B's expected loss is below A's, on average over the records so far. Given everything
-  before a record, only the draw of its samples and noise is random, so the differences minus their expectations are a
-  martingale, however much the runs drift. The answer is about these two runs: two of one config with other initial
-  weights differ as well, by luck.
-- Several seeds: by how much the configs differ in the mean over seeds, luck included. By the differences of the runs of
-  equal seed, or if there are none by Welch's interval for two independent samples.
+- About one pair of runs: how far is B's expected loss below A's, on average over the records so far? Given everything
+  before a record, only the draw of its samples and noise is random. So the differences minus their expectations are a
+  martingale, however much the runs drift. The answer is about these two runs only: two runs of one config with
+  different initial weights also differ, by luck.
+- About two configs over several seeds: how far apart are their means over seeds, luck included? We take the differences
+  of runs with equal seeds. If no seeds are equal, we take Welch's interval for two independent samples.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from mmldlm.utils.intervals import confidence_sequence, welch_half_width
 Unit = Literal["records", "pairs", "runs"]
 Decision = Literal["lower", "higher", "equal", "open"]
 
-# Variance of the mixture over effects: small for records, of which there are hundreds, and none of the first ten has an
-# interval; large for pairs, of which there are few, so that only several standard deviations are settled.
+# Variance of the mixture over effects. It is small for records: there are hundreds, and the first ten get no interval.
+# It is large for pairs: there are few, so only a difference of several standard deviations is settled.
 _EFFECT_VARIANCE: Mapping[Unit, float] = {"records": 0.08, "pairs": 10.0}
 
 _BATCHES = ("train.global_batch_size", "train.batch_schedule")
-# Settings that decide which samples a record is about, and those under which the draws are the same, but not all that
-# is made of them. A group stands for all its settings.
+# ORDER decides which samples a record is about. Under _NOISE the random draws stay the same, but the modes, masks or
+# noise made from them may differ. A group, e.g. "text", stands for all its settings.
 _DATA = ("data.path", "data.mixture")
 ORDER = ("run.seed", *_DATA, "data.window", "data.skip_samples", *_BATCHES, "log.every")
 _NOISE = {"mode": "modes", "mode_schedule": "modes", "text": "masks", "latent": "noise", "model.dropout": "dropout"}
-LOSS = ("loss", "latent", "mode", "mode_schedule")  # settings that change what a loss is a mean of
+LOSS = ("loss", "latent", "mode", "mode_schedule")  # settings that change the quantity that a loss averages
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Difference:
 
     Attributes:
         tag: The metric.
-        unit: What the mean is over.
+        unit: The mean is over records, pairs or runs.
         steps: Last step of each record, or numbers of the pairs or runs.
         baseline: Mean of A.
-        means: Mean of the first n differences, for each n; for `runs` only the last.
-        half_widths: Half-widths of their intervals; infinite without one.
+        means: Mean of the first n differences, for each n. For `runs`, only the mean of all.
+        half_widths: Half-widths of the intervals of `means`, infinite where there is no interval yet.
     """
 
     tag: str
@@ -63,48 +63,48 @@ class Difference:
 
     @classmethod
     def of_paired(cls, tag: str, unit: Unit, steps: Sequence[int], a: np.ndarray, b: np.ndarray) -> Difference:
-        """Return the difference of the values `b` and `a` of the same records or pairs, of which there is one."""
+        """Compare the values `a` and `b` of the same records or pairs. There must be at least one."""
         return cls(tag, unit, steps, float(a.mean()), *confidence_sequence(b - a, _EFFECT_VARIANCE[unit]))
 
     @classmethod
     def of_independent(cls, tag: str, a: np.ndarray, b: np.ndarray) -> Difference:
-        """Return the difference of the means of values of independent runs."""
+        """Compare the mean values of independent runs."""
         numbers = range(1, len(a) + len(b) + 1)
         mean, half_width = np.array([b.mean() - a.mean()]), np.array([welch_half_width(a, b)])
         return cls(tag, "runs", numbers, float(a.mean()), mean, half_width)
 
     @property
     def is_detail(self) -> bool:
-        """True for a metric of one mode or noise bin."""
+        """Whether this metric is about a single mode or noise bin."""
         return any(part in self.tag for part in ("_noise_", "_l2t", "_t2l", "_joint"))
 
     @property
     def has_interval(self) -> bool:
-        """True if there are enough differences for an interval."""
+        """Whether there are enough differences for an interval."""
         return math.isfinite(self.half_widths[-1])
 
     @property
     def verdict(self) -> Literal["better", "worse", ""]:
-        """Return whether B is better or worse: the interval is on one side of 0, and the metric has a better side."""
+        """Say whether B is better or worse, or "" if the interval contains 0 or the metric has no better side."""
         side, direction = self.decision(0), better_direction(self.tag)
         if not direction or side not in ("lower", "higher"):
             return ""
         return "better" if side == direction else "worse"
 
     def relative(self) -> tuple[float, float, float]:
-        """Return the mean difference and its interval as fractions of A's mean; NaN if that is 0."""
+        """Return the mean difference and its interval as fractions of A's mean, or NaN if A's mean is 0."""
         value, half_width, scale = self.means[-1], self.half_widths[-1], abs(self.baseline) or math.nan
         return float(value / scale), float((value - half_width) / scale), float((value + half_width) / scale)
 
     def decision(self, at_least: float) -> Decision:
-        """Return whether B is lower or higher, or equal up to the fraction `at_least` of A's mean."""
+        """Decide whether B is lower or higher than A, or equal up to the fraction `at_least` of A's mean."""
         _, low, high = self.relative()
         if high < 0 or low > 0:
             return "lower" if high < 0 else "higher"
         return "equal" if -at_least < low and high < at_least else "open"
 
     def __str__(self) -> str:
-        """Return the metric, A's mean, and the difference and its interval in percent of that; none of a mean of 0."""
+        """Return the metric, A's mean, and the difference in percent with its interval, unless A's mean is 0."""
         value, low, high = (f"{100 * number:+.3g}" for number in self.relative())
         percent = f"{value:>7} % " + (f"[{low}, {high}]" if self.has_interval else "(no interval)")
         return f"{self.tag:<24} {format_number(self.baseline):>9}  {percent if self.baseline else '      –'}"
@@ -125,9 +125,9 @@ class Difference:
 
 
 def pairing(a: History, b: History) -> str:
-    """Return one line on what two runs have in common: which steps of which of their starts, by config and data.
+    """Say in one line which steps of two runs are paired, judged by the config and data of each start.
 
-    Versions, processes and processors, which change how sums are rounded, are a note at its end.
+    Different versions, processes or processors are noted at the end of the line, since they round sums differently.
     """
     starts, end = (a.starts, b.starts), min(a.step, b.step)
     begins = sorted({start.step for one in starts for start in one if start.step < end}) or [0]
@@ -135,8 +135,8 @@ def pairing(a: History, b: History) -> str:
     for begin in begins:
         first, second = ([one[0], *(start for start in one if start.step <= begin)][-1] for one in starts)
         line = _pairing(first, second)
-        if line.startswith("paired") and batches:  # another number of samples was drawn, so that other ones follow
-            line = f"not paired because of another {', '.join(batches)} before"
+        if line.startswith("paired") and batches:  # after a different number of samples, the next samples differ, too
+            line = f"not paired because {', '.join(batches)} differed before"
         batches += changed_settings(first.config, second.config, _BATCHES)
         if not lines or line != lines[-1][1]:
             lines.append((begin, line))
@@ -151,9 +151,9 @@ def pairing(a: History, b: History) -> str:
 
 
 def _pairing(a: Start, b: Start) -> str:
-    """Return what the steps after two starts have in common."""
+    """Say whether the steps after two starts are paired."""
     if not (a.config and b.config):
-        return "not known to be paired: a run has no readable config.yaml"
+        return "perhaps not paired: a run has no readable config.yaml"
     settings = []
     for config, report in ((a.config, a.report), (b.config, b.report)):
         if store := report.get("data_manifest"):
@@ -172,7 +172,7 @@ def _pairing(a: Start, b: Start) -> str:
 
 
 def changes(run: History) -> list[str]:
-    """Return a line about each start of a run under other settings, versions or processes than the one before."""
+    """Return a line for each start of a run whose settings, versions or processes differ from the start before."""
     lines = []
     for before, after in pairwise(run.starts):
         old, new = ({**start.config, **start.environment} for start in (before, after))
@@ -183,16 +183,16 @@ def changes(run: History) -> list[str]:
 
 
 def changed_settings(first: Mapping[str, Any], second: Mapping[str, Any], groups: Collection[str]) -> list[str]:
-    """Return the settings of some groups, by dotted key, in which two flat configs differ."""
+    """Return the settings of `groups`, by dotted key, that differ between two flat configs."""
     keys = [key for key in {**first, **second} if f"{key}.".startswith(tuple(f"{group}." for group in groups))]
-    # Sizes of micro-batches, of which a batch schedule has some, change no sample.
+    # A micro-batch size changes no sample. A batch schedule may contain some.
     return [key for key in keys if first.get(key) != second.get(key) and ".micro_batch" not in key]
 
 
 def record_difference(a: History, b: History, tag: str, max_step: float = math.inf) -> Difference | None:
-    """Return the difference of a metric in the training records of the same steps up to `max_step`, if there are any.
+    """Compare a metric in the training records that both runs have up to `max_step`. Return None if there are none.
 
-    Of a validation metric, which is always of the same samples and noise, it is the last difference, without interval.
+    A validation metric always has the same samples and noise, so only its last difference counts, without an interval.
     """
     is_validation = tag.startswith("validation/")
     first, second = (

@@ -1,4 +1,4 @@
-"""Summary of one run: the final value of each curve, by the rule of its group, its evaluation and its events."""
+"""Summary of one run: its events, its evaluation, and the final value of each curve by the rule of its group."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from mmldlm.utils.nested import flatten
 
 TAIL_FRACTION = 0.1  # share of the steps over which a training loss is averaged
 
-HELD_OUT_KINDS = ("validation", "quality")  # kinds of records that are measured on held-out documents
+HELD_OUT_KINDS = ("validation", "quality")  # kinds of records about held-out documents
 
-_NO_EVENTS = ("train", "validation", "quality", "scalars", "heartbeat")  # kinds of records
+_NO_EVENTS = ("train", "validation", "quality", "scalars", "heartbeat")  # kinds of records that are no events
 
-# Keys of evaluation.json that describe the evaluation, and other keys that are not metrics.
+# Keys of evaluation.json that describe the evaluation. They and a few others are no metrics.
 _EVALUATION_SETTINGS = ("step", "weights", "split", "samples", "texts", "times", "seed", "sampling", "data_manifest")
 _NON_METRICS = (*_EVALUATION_SETTINGS, "batch", "documents")
 
 Direction = Literal["higher", "lower", ""]
 
-# Which values are better: by group for those of which all metrics are alike, else by name, without group and mode.
-# What is missing, such as a metric's baselines, its standard error or a count, only serves to judge other metrics.
+# Which values are better. Some groups have one direction for all metrics. Others go by the metric's name, without group
+# and mode. A name that is missing here, e.g. a baseline, standard error or count, only serves to judge other metrics.
 _GROUP_DIRECTIONS: dict[str, Direction] = {"loss": "lower", "validation": "lower", "accuracy": "higher"}
 _DIRECTIONS: dict[str, Direction] = {
     **dict.fromkeys(("tokens_per_s", "samples_per_s", "tflops_per_s", "mfu", "host_free_mib"), "higher"),
@@ -65,7 +65,7 @@ def _last(curve: Curve) -> float:
     return float(curve.values[-1])
 
 
-# Per group, in the order of tables: kinds of records, and the final value of their curve.
+# For each group, in the order of tables: the kinds of its records, and how a curve's final value is computed.
 SUMMARY_RULES: dict[str, tuple[tuple[str, ...], Callable[[Curve], float]]] = {
     "validation": (HELD_OUT_KINDS, _last),
     "quality": (HELD_OUT_KINDS, _last),
@@ -87,23 +87,23 @@ def _name(key: str) -> str:
 
 
 def better_direction(key: str) -> Direction:
-    """Return which values of a metric are better; "" for what is not scored, such as baselines."""
+    """Return which values of a metric are better, or "" if it is not scored, e.g. a baseline."""
     return _GROUP_DIRECTIONS.get(key.partition("/")[0]) or _DIRECTIONS.get(_name(key), "")
 
 
 def is_metric_baseline(key: str) -> bool:
-    """Return whether `key` only serves to judge other metrics, as a baseline, standard error or count does."""
+    """Return whether `key` only serves to judge other metrics, e.g. a baseline, standard error or count."""
     return key.startswith(("evaluation/", "quality/")) and _name(key) not in _DIRECTIONS
 
 
 class RunSummary:
-    """Snapshot of a run, read from its folder; a `path` that is not a run folder is a `DataError`."""
+    """Snapshot of a run, read from its folder. Raises `DataError` if `path` is not a run folder."""
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
         self.history = History(path)
         self.name = self.history.name
-        # There may be a validation and a save between two records.
+        # Allow for a validation and a save between two records.
         record_interval_s = (self.history.step_s or 0.0) * self.history.steps_per_record
         self.state: RunState = self.history.state(stall_timeout_s=max(600.0, 10 * record_interval_s))
 
@@ -115,7 +115,7 @@ class RunSummary:
 
     @cached_property
     def duration_s(self) -> float:
-        """Seconds from record to record, without those between the sessions."""
+        """Total seconds between records, without the gaps between sessions."""
         pairs = pairwise(self.history.records)
         return sum((b["time"] - a["time"] for a, b in pairs if b["kind"] not in ("start", "resume")), 0.0)
 
@@ -127,7 +127,7 @@ class RunSummary:
         return Curve(steps[kept], values[kept])
 
     def final_values(self, max_step: float = math.inf) -> dict[str, float]:
-        """Return the value of each curve at `max_step` by `SUMMARY_RULES`, by tag."""
+        """Return the final value of each curve up to `max_step`, by tag, computed by `SUMMARY_RULES`."""
         result: dict[str, float] = {}
         for group, (kinds, reduce) in SUMMARY_RULES.items():
             for tag in (tag for tag in self.history.tags(*kinds) if tag.startswith(f"{group}/")):
@@ -140,7 +140,7 @@ class RunSummary:
 
     @cached_property
     def evaluation_metrics(self) -> dict[str, float]:
-        """Finite numbers of evaluation.json by dotted key, prefixed `evaluation/`; empty without the file."""
+        """The finite numbers of evaluation.json by dotted key, prefixed `evaluation/`. Empty without the file."""
         return {
             f"evaluation/{key}": float(value)
             for key, value in flatten(self._evaluation).items()
@@ -149,18 +149,18 @@ class RunSummary:
 
     @cached_property
     def evaluation_settings(self) -> dict[str, Any]:
-        """Settings of the evaluation; two evaluations are comparable if these are equal."""
+        """Settings of the evaluation. Two evaluations are comparable only if they are equal."""
         return {key: self._evaluation[key] for key in _EVALUATION_SETTINGS if key in self._evaluation}
 
     @cached_property
     def _evaluation(self) -> Mapping[str, Any]:
         result = read_json(self.path / "evaluation.json")
-        # Not of the run that was in this folder before.
+        # Ignore the evaluation of an earlier run in the same folder.
         return result if result.get("run_id") == self.history.startup.get("run_id") else {}
 
     @cached_property
     def events(self) -> list[tuple[str, int]]:
-        """Kind and step of each event in order; a failed or killed run ends with one of kind `failure`."""
+        """Kind and step of each event in order. A failed or killed run ends with a `failure`."""
         records, exits = self.history.records, self.history.exits
         events = [(record["kind"], record["step"]) for record in records if record["kind"] not in _NO_EVENTS]
         if self.state.name in ("failed", "killed"):

@@ -1,4 +1,4 @@
-"""All alerts: when they are raised, and what to do."""
+"""All alerts: when each one is raised, and what to do about it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from mmldlm.utils.format import human_duration
 _GIB = 2**30
 _DEFAULTS = Thresholds()
 _BLOCK = 10  # records per median, so that one unusual batch raises no alert
-_MIN_EARLIER = 20  # records that recent ones are compared with
+_MIN_EARLIER = 20  # fewest earlier records to compare recent ones with
 _MAX_EARLIER = 1000
 
 
 @dataclass(frozen=True)
 class Alert:
-    """A condition of a run that needs attention: `found` is the observation, `advice` what to do about it."""
+    """A condition of a run that needs attention: `found` says what was observed, `advice` how to react."""
 
     name: str
     found: str
@@ -33,14 +33,14 @@ class Alert:
 
 @dataclass(frozen=True)
 class Rule:
-    """When an alert is raised: `find` returns what was found, or None."""
+    """A rule for an alert. `find` returns a description of the problem, or None if all is well."""
 
     name: str
     when: str
     advice: str
     find: Callable[[Snapshot], str | None]
     only_active: bool
-    also_ended: bool  # raised of a run that has finished, or was stopped and saved, too
+    also_ended: bool  # also applies to a run that finished, or was stopped and saved
 
 
 RULES: list[Rule] = []  # in the order of this file: the most urgent first
@@ -49,7 +49,7 @@ RULES: list[Rule] = []  # in the order of this file: the most urgent first
 def _rule(
     name: str, when: str, advice: str, only_active: bool = False, also_ended: bool = False
 ) -> Callable[[Callable[[Snapshot], str | None]], None]:
-    """Make a function the rule of an alert."""
+    """Register the decorated function as the rule of an alert."""
     return lambda find: RULES.append(Rule(name, when, advice, find, only_active, also_ended))
 
 
@@ -68,7 +68,7 @@ def alert_table() -> str:
 
 
 def _recent_and_earlier(values: Sequence[float], count: int) -> tuple[float, float] | None:
-    """Return the medians of the last `count` values and of those before; None while there are few."""
+    """Return the median of the last `count` values and the median of the earlier ones, or None if there are too few."""
     if len(values) < count + _MIN_EARLIER:
         return None
     return statistics.median(values[-count:]), statistics.median(values[:-count])
@@ -108,12 +108,12 @@ def _failed(run: Snapshot) -> str | None:
     "then the same command continues from the last checkpoint",
 )
 def _rank_lost(run: Snapshot) -> str | None:
-    # A run whose rank 0 is gone counts as killed.
+    # We leave rank 0 out: without it, the whole run counts as killed.
     gone = [process for process in run.history.processes[1:] if process.state() == "gone"]
     if gone and run.state.is_active:
         return f"gone from {gone[0].host}: {', '.join(f'rank {one.rank} (process {one.pid})' for one in gone)}"
     failed = [report for report in run.history.exits if not report.is_clean]
-    # Without a rank that lost a peer, all ranks ended with an error of their own, such as a wrong setting.
+    # If no rank lost a peer, every rank failed by itself, e.g. because of a wrong setting.
     if all(report.code != ExitCode.PEER_LOST for report in failed):
         return None
     first = next((report for report in failed if report.code != ExitCode.PEER_LOST), failed[0])
@@ -208,8 +208,8 @@ def _rising_training_loss(run: Snapshot) -> str | None:
         return None
     medians = [statistics.median(block) for block in blocks]
     deviation = statistics.median(abs(value - medians[i]) for i, block in enumerate(blocks[:10]) for value in block)
-    # Standard deviation of the difference of two medians of `_BLOCK` normal values: 1.4826 converts a median absolute
-    # deviation to a standard deviation, 1.2533 = sqrt(pi / 2) is the standard error of a median relative to the mean's.
+    # Standard deviation of the difference of two medians, each of `_BLOCK` normal values. 1.4826 converts a median
+    # absolute deviation to a standard deviation. 1.2533 = sqrt(pi / 2) is the ratio of a median's to a mean's error.
     std = math.sqrt(2) * 1.2533 * 1.4826 * deviation / math.sqrt(_BLOCK)
     lowest = min(medians[1:])
     if medians[0] - lowest <= max(_MIN_SIGMAS * std, _RISE * abs(lowest)):
@@ -256,7 +256,7 @@ def _overfitting(run: Snapshot) -> str | None:
 
 
 def _judged_by(run: Snapshot) -> str:
-    """Return the validation loss by which checkpoints are the best (`RunConfig.judged_by`)."""
+    """Return the validation loss that decides which checkpoint is the best (`RunConfig.judged_by`)."""
     return "validation/text" if run.history.series("validation/text", "validation").values else "validation/latent"
 
 
@@ -407,6 +407,6 @@ def _low_speed(run: Snapshot) -> str | None:
 )
 def _tracker_error(run: Snapshot) -> str | None:
     for path in sorted(run.history.run_dir.glob("trackers/*/error.txt")):
-        with suppress(OSError):  # the tracker may just be back
+        with suppress(OSError):  # the tracker may have recovered and removed the file
             return read_regular(path, run.history.run_dir).decode(errors="replace").partition("\n")[0]
     return None

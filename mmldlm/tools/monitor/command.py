@@ -1,4 +1,4 @@
-"""`mmldlm monitor RUN [RUN ...]`: watch runs from outside; docs/review.md explains the alerts."""
+"""`mmldlm monitor RUN [RUN ...]`: watch runs from outside. docs/review.md explains the alerts."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def _thresholds(assignments: Sequence[str]) -> Thresholds:
     for assignment in assignments:
         if assignment.partition("=")[0] not in known:
             raise UsageError(
-                f"--threshold {short_repr(assignment)}: expected KEY=VALUE, KEY being one of {', '.join(known)}"
+                f"--threshold {short_repr(assignment)}: expected KEY=VALUE, where KEY is one of {', '.join(known)}"
             )
         set_dotted(tree, assignment)
     return build(Thresholds, tree)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run `mmldlm monitor`; an `MmldlmError` propagates."""
+    """Run `mmldlm monitor`. An `MmldlmError` is raised to the caller."""
     options = _parser().parse_args(argv)
     if not 0.1 <= options.interval <= 86_400:
         raise UsageError(f"--interval {options.interval:g}: expected 0.1 to 86400 seconds")
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
                 elif live is not None:
                     live.update(view(looks, bars), refresh=True)
                 else:
-                    with console.capture() as capture:  # console.print would end by itself where a reader is gone
+                    with console.capture() as capture:  # console.print would exit if the pipe is closed
                         console.print(view(looks, bars))
                     head = "" if options.once else f"--- {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
                     print(head + capture.get(), end="", flush=True)

@@ -1,4 +1,4 @@
-"""A snapshot of a run, from which alerts and views are computed."""
+"""A snapshot of a run: the input of alerts and views."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from functools import cached_property
 from mmldlm.settings.declaration import setting
 from mmldlm.tools.runs import RECENT_RECORDS, History, RunState
 
-SILENT_STEPS = 10  # typical times of a step, or of an announced activity, without news
+SILENT_STEPS = 10  # a run is silent after this many times the usual duration of a step, or of an announced activity
 
 
 @dataclass(frozen=True)
 class Thresholds:
-    """Thresholds of alerts that fit no machine and run alike."""
+    """Thresholds of alerts that users may have to adapt to a machine or run."""
 
     memory: float = setting(0.95, "share of the device's or the host's memory that is used", above=0, below=1)
     disk_gib: float = setting(1.0, "free disk space in GiB", at_least=0)
@@ -27,7 +27,7 @@ class Thresholds:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment, `now` in Unix seconds; snapshots are `interval_s` apart."""
+    """A run at one moment, `now` in Unix seconds. The next snapshot follows after `interval_s`."""
 
     history: History
     interval_s: float
@@ -36,12 +36,12 @@ class Snapshot:
 
     @cached_property
     def state(self) -> RunState:
-        """State of the run, `silent` after `stall_timeout_s` without news."""
+        """State of the run, which is `silent` after `stall_timeout_s` without news."""
         return self.history.state(self.now, self.stall_timeout_s)
 
     @cached_property
     def news_age_s(self) -> float | None:
-        """Seconds since the latest record; None without records."""
+        """Seconds since the latest record, or None without records."""
         return self.history.news_age_s(self.now)
 
     @cached_property
@@ -52,11 +52,11 @@ class Snapshot:
         if latest is None or latest["kind"] in ("start", "resume") or step_s is None:
             return self.interval_s + self.thresholds.silent_s
         timeout_s = SILENT_STEPS * step_s
-        # A stopped process explains the silence, so the time of two records need not pass.
+        # A stopped process explains the silence, so we need not wait for the time of two records.
         if any(process.state() == "stopped" for process in history.processes):
             return self.interval_s + timeout_s
         timeout_s = max(timeout_s, 2 * history.steps_per_record * step_s)
-        if latest["kind"] == "heartbeat":  # the announced activity may take as long as a start, or as it usually takes
+        if latest["kind"] == "heartbeat":  # an announced activity may take longer
             durations_s = history.durations_s[latest["what"]][-RECENT_RECORDS:]
             usual_s = SILENT_STEPS * statistics.median(durations_s) if durations_s else self.thresholds.silent_s
             timeout_s = max(timeout_s, usual_s)
@@ -64,7 +64,7 @@ class Snapshot:
 
     @cached_property
     def eta_s(self) -> float | None:
-        """Estimated seconds to the last step, at the recent speed including validations and saves; None if unknown."""
+        """Estimated seconds to the last step, at the recent speed with validations and saves. None if unknown."""
         history, total = self.history, self.history.total_steps
         records = history.after(history.session_start, "train")[1:][-21:]  # 20 intervals
         steps = records[-1]["step"] - records[0]["step"] if records else 0
@@ -74,7 +74,7 @@ class Snapshot:
 
     @cached_property
     def data_wait_share(self) -> float | None:
-        """Share of the time of the last 10 records' steps that was spent waiting for data; None with fewer records."""
+        """Share of the step time that was spent waiting for data over the last 10 records. None with fewer records."""
         wait_s = self.history.recent("speed/data_wait_s", 10, session=True)
         step_s = self.history.recent("speed/step_s", 10, session=True)
         return sum(wait_s) / sum(step_s) if len(step_s) == 10 and any(step_s) else None
@@ -99,8 +99,8 @@ class Snapshot:
 
     @cached_property
     def checkpoint_bytes(self) -> int:
-        """Size of the newest checkpoint; 0 without one."""
+        """Size of the newest checkpoint, or 0 if there is none."""
         newest = max((self.history.run_dir / "checkpoints").glob("step-*"), default=None)
-        with suppress(OSError):  # it may be removed in the meantime
+        with suppress(OSError):  # the run may remove the checkpoint while we look at it
             return sum(path.stat().st_size for path in newest.rglob("*") if path.is_file()) if newest else 0
         return 0

@@ -1,4 +1,4 @@
-"""Snapshots as text for a terminal of any width or a file, and as JSON for programs."""
+"""Show snapshots as text, on a terminal of any width or in a file, and as JSON for programs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mmldlm.utils.printable import printable
 
 BARS, PLAIN_BARS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 _SPARKLINE_COLUMNS = 32
-_MAX_PER_BAR = 50  # values, so that the bars of a long run take no longer to draw
+_MAX_PER_BAR = 50  # values that a bar averages at most, so that a long run does not take longer to draw
 _GIB = 2**30
 
 _loss = partial(format_number, decimals=4)
-# Name, tag, kind of records, how many of them (0: all), and format of the latest value.
+# Name, tag, kind of records, number of records (0: all), and format of the latest value.
 _CURVES: tuple[tuple[str, str, str, int, Callable[[float], str]], ...] = (
     ("loss", "loss/total", "train", 0, _loss),
     ("text", "loss/text", "train", 0, _loss),
@@ -41,7 +41,7 @@ Look = tuple[Snapshot, Sequence[Alert]]
 
 
 def sparkline(values: Sequence[float], columns: int = _SPARKLINE_COLUMNS, bars: str = BARS) -> str:
-    """Return `values` as at most `columns` bars, each the mean of its part; "x" where no value is finite."""
+    """Draw `values` as at most `columns` bars, each for the mean of its part, or "x" if no value of it is finite."""
     count = min(columns, len(values))
     stride = len(values) // (_MAX_PER_BAR * columns) + 1
     parts = [values[i * len(values) // count : (i + 1) * len(values) // count : stride] for i in range(count)]
@@ -60,7 +60,7 @@ def view(looks: Sequence[Look], bars: str = BARS) -> RenderableType:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Return a text of the files of a run, which may have control characters, as a line that is cut."""
+    """Return text from a run's files as one cropped line, with control characters escaped."""
     return Text(printable(text), style, no_wrap=True, overflow="crop")
 
 
@@ -127,7 +127,7 @@ def _details(run: Snapshot, alerts: Sequence[Alert], bars: str) -> RenderableTyp
 
 
 def to_json(looks: Sequence[Look]) -> list[dict[str, Any]]:
-    """Return what `mmldlm monitor --json` prints; unknown and non-finite values are None."""
+    """Return the list that `mmldlm monitor --json` prints. Unknown and non-finite values are None."""
     return replace_nonfinite([_to_dict(*look) for look in looks])
 
 

@@ -127,7 +127,7 @@ def test_arms(tmp_path: Path, tiny_store: Path) -> None:
         ("loss.text=masked_mean", BOUND, BOUND),
     ):
         assert arm(text).metric(metric, base) == taken, text
-    with pytest.raises(ConfigError, match=r"expected --metric quality"):
+    with pytest.raises(ConfigError, match=r"--metric quality.*loss/latent"):
         arm("mode=t2l").metric("loss/latent", base)
     for text in ("train.steps=9", "train.global_batch_size=4", "validation.samples=8", "resume=never", "no=1"):
         with pytest.raises(ConfigError, match=text.partition("=")[0]):
@@ -144,5 +144,5 @@ def test_the_ledger(tmp_path: Path) -> None:
     assert Ledger(path).lines == ledger.lines and ledger.lines[2] == {"kind": "result", "n": 2, "gain": None}
     assert [line["n"] for line in ledger.of_kind("proposal", n=2)] == [2]
     path.write_bytes(path.read_bytes() + b"[1]\n")
-    with pytest.raises(DataError, match=r"line 4: expected one of `mmldlm race`"):
+    with pytest.raises(DataError, match=r"line 4.*\[1\]"):
         Ledger(path)
