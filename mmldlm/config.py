@@ -313,15 +313,14 @@ class RunConfig:
         check_trainable(self.freeze, losses)
         if self.loss.latent_weighting != "fixed" and trained in (("l2t",), ("t2l",)):
             raise ValueError(
-                f"loss.latent_weighting: {self.loss.latent_weighting} weighs text against latents, expected modes that "
-                f"train both, found {trained[0]} alone"
+                f"loss.latent_weighting: {self.loss.latent_weighting} weighs text against latents, expected modes "
+                f"that train both, found {trained[0]} alone"
             )
         kept = self.memory.kept_blocks
         if self.memory.activation_checkpointing != "none" and 1 < kept >= self.model.depth:
             raise ValueError(
-                f"memory.kept_blocks: expected fewer than the {self.model.depth} blocks that "
-                f"memory.activation_checkpointing {self.memory.activation_checkpointing} is for, "
-                f"found {kept}"
+                f"memory.kept_blocks: expected fewer than model.depth {self.model.depth}, since otherwise "
+                f"memory.activation_checkpointing {self.memory.activation_checkpointing} does nothing, found {kept}"
             )
         if self.schedule.lr == "plateau" and self.schedule.min_lr > self.optim.lr:
             raise ValueError(
@@ -396,7 +395,7 @@ def _load(
     tree = current(tree, "command line")  # keys within the value of an override
     if len(foreign := [key for key in ("training", "logging", "optimizer", "tokenizer") if key in tree]) > 1:
         raise ConfigError(
-            f"{', '.join(foreign)}: keys of LGDLM, expected those of docs/settings.md; docs/migration.md has a table"
+            f"{', '.join(foreign)}: keys of LGDLM, expected keys of docs/settings.md; docs/migration.md has a table"
         )
     try:
         return build(RunConfig, tree), layers, tree
@@ -419,8 +418,8 @@ def resolve_precision(config: RunConfig, mixed_precision: str = "no") -> RunConf
         return replace(config, precision="fp32" if mixed_precision == "no" else mixed_precision)  # type: ignore[arg-type]
     if mixed_precision not in ("no", config.precision):
         raise ConfigError(
-            f"mixed_precision: {mixed_precision} in the launcher's config, but precision: {config.precision} in the "
-            f'run config; expected mixed_precision: "no" there, or precision: auto or {mixed_precision} here'
+            f"mixed_precision: {mixed_precision} in the launcher's config contradicts precision: {config.precision} in "
+            f'the run config; set mixed_precision: "no" there, or precision: auto or {mixed_precision} here'
         )
     return config
 

@@ -71,7 +71,7 @@ def resolve_backend(
     if requested == "auto":
         return auto
     if missing.get(requested):
-        raise ConfigError(f"attention.backend: {requested} needs {missing[requested]}; use auto, which takes {auto}")
+        raise ConfigError(f"attention.backend: {requested} needs {missing[requested]}; set auto, which chooses {auto}")
     return requested
 
 

@@ -79,7 +79,7 @@ def check_trainable(freeze: Sequence[Freezable], losses: Mapping[Loss, str]) -> 
     """
     frozen = frozen_parts(freeze)
     if frozen.issuperset(get_args(Part)):
-        raise ValueError(f"freeze: expected a part left to train, found all of them: {', '.join(freeze)}")
+        raise ValueError(f"freeze: expected a part left to train, found all parts frozen: {', '.join(freeze)}")
     for loss, setting in losses.items():
         if frozen.issuperset(PARTS_TRAINED_BY[loss]):
             raise ValueError(

@@ -58,7 +58,9 @@ def saved_identity(checkpoint: Checkpoint) -> dict[str, Any]:
 def check_compatible(checkpoint: Checkpoint, config: RunConfig, store: Store) -> None:
     """Raise `DataError` with the first difference in `identity` between a checkpoint and a run."""
     if "time_shift" not in checkpoint.info["identity"]["latent"]:
-        raise DataError(f"{checkpoint.path}: lacks latent.time_shift, is from before 0.1.0: train the run again")
+        raise DataError(
+            f"{checkpoint.path}: latent.time_shift is missing, so a version before 0.1.0 saved it: train again"
+        )
     # The checkpoint's side went through JSON, which turns tuples into lists.
     saved, present = saved_identity(checkpoint), json.loads(json.dumps(identity(config, store)))
     for group, values in present.items():

@@ -161,14 +161,14 @@ def run_config(run_dir: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
         return _bundle_config(bundled, overrides)
     if not path.is_file():
         raise DataError(
-            f"{run_dir}: not a run folder, expected {CONFIG_NAME} and checkpoints/ of `mmldlm train`, or "
-            f"{BUNDLE_CONFIG} of `mmldlm export`"
+            f"{run_dir}: not a run folder or bundle, expected {CONFIG_NAME} and checkpoints/ from `mmldlm train`, or "
+            f"{BUNDLE_CONFIG} from `mmldlm export`"
         )
     try:
         return load_config(path, overrides, may_extend=False)
     except ImportError as error:
         raise UsageError(
-            f"{run_dir}: a run folder needs the package {error.name}, or use a bundle of `mmldlm export`"
+            f"{run_dir}: a run folder needs the package {error.name}: install it, or use a bundle of `mmldlm export`"
         ) from None
 
 
@@ -308,10 +308,10 @@ def _load_checkpoint(
         if not tensor.isfinite().all():
             raise DataError(f"{saved.path}: {name} has values that are not finite, expected a trained network")
     if "alignment" in saved.tensors:  # the latents of such a bundle were vectors of another encoder
-        raise DataError(f"{folder}: a bundle of `mmldlm align`, which is gone, {REMOVED_WORDS['align']}")
+        raise DataError(f"{folder}: `mmldlm align` made this bundle, and is gone: {REMOVED_WORDS['align']}")
     tokenizer = Tokenizer.load(saved.file("tokenizer/tokenizer.json"))
     if tokenizer.identity != store.manifest.tokenizer["sha256"]:
-        raise DataError(f"{saved.path}: its tokenizer is another one than that of its data")
+        raise DataError(f"{saved.path}: the tokenizer of the checkpoint and the tokenizer of the data differ")
     return LoadedRun(
         folder=folder,
         config=config,

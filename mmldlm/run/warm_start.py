@@ -124,7 +124,9 @@ def _match(
     names, changed = [*dict.fromkeys([*shapes, *saved])], _changed_modules(checkpoint, config, store)
     for entry in skip:
         if not any(_is_named(name, entry) for name in names):
-            raise ConfigError(f"init.skip: {entry} is no part and matches no parameter, such as {names[0]}")
+            raise ConfigError(
+                f"init.skip: found {entry}, expected a part or a pattern of parameters such as {names[0]}"
+            )
     taken: dict[str, Taken] = {}
     new, misfits = dict[str, str](), list[str]()
     for name in names:
@@ -142,7 +144,7 @@ def _match(
     if misfits:
         raise DataError(
             f"init.from: {checkpoint.path}: {misfits[0]}, and {len(misfits) - 1} other tensors differ; expected the "
-            "same network, or their names or parts in init.skip"
+            "same network, or the names or parts of these tensors in init.skip"
         )
     return taken, new
 

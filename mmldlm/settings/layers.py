@@ -68,7 +68,7 @@ def _read(chain: Sequence[Path], layers: dict[Path, ConfigLayer]) -> None:
         return
     if any(parent.resolve() == path.resolve() for parent in parents):
         names = truncate(" -> ".join(display_name(str(file)) for file in chain), _MAX_CHAIN_CHARS)
-        raise ConfigError(f"{where}expected no file that extends itself, found {names}")
+        raise ConfigError(f"{where}a file must not extend itself, found {names}")
     try:
         layer = ConfigLayer.read(path)
     except ConfigError as error:

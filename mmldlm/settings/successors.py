@@ -127,7 +127,7 @@ def _successor(key: str, source: str, is_record: bool = False, value: Any = None
 
 def _check_alone(old: str, new: str, has_both: bool, source: str) -> None:
     if has_both:
-        raise ConfigError(f"{display_name(source)}: {old} is the old name of {new}, expected one of them, found both")
+        raise ConfigError(f"{display_name(source)}: found {new} and its old name {old}, expected {new} alone")
 
 
 def _group(tree: Any, key: str, make: bool = False) -> dict[str, Any]:

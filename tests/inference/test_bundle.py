@@ -410,7 +410,7 @@ def test_sample_works_with_four_packages(
     codes = [line for line in result.stdout.splitlines() if line in ("0", "2", "64")]
     assert codes == [*map(str, status), "2"]
     shown = [line for line in result.stdout.splitlines() if line not in codes]
-    reason = f"{evaluated_dir}: a run folder needs the package yaml, or use a bundle"
+    reason = f"{evaluated_dir}: a run folder needs the package yaml"
     assert shown[:-1] == expected.out.splitlines() and shown[-1].startswith(reason)
     assert expected.err in result.stderr and f"mmldlm: error: {reason}" in result.stderr
 

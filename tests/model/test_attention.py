@@ -178,24 +178,24 @@ def test_auto_takes_a_kernel_that_runs(
 @pytest.mark.parametrize(
     ("backend", "where", "complaint"),
     [
-        ("varlen", ("cpu", "bf16", 64, None), "varlen needs CUDA, found cpu; use auto, which takes sdpa"),
-        ("efficient", ("cpu", "fp32", 64, None), "efficient needs CUDA, found cpu; use auto, which takes sdpa"),
-        ("varlen", ("cuda", "fp32", 64, (9, 0)), "varlen needs precision bf16 or fp16, found fp32; use .* efficient"),
-        ("varlen", ("cuda", "fp16", 64, (7, 5)), "varlen needs .* 8.0 or newer, found 7.5; use .* efficient"),
-        ("varlen", ("cuda", "bf16", 100, (9, 0)), "varlen needs a head width .* found 100; use .* sdpa"),
-        ("varlen", ("cuda", "bf16", 264, (9, 0)), "varlen needs a head width .* found 264; use .* efficient"),
-        ("varlen", ("cuda", "bf16", 224, (8, 6)), "varlen needs a head width .* 8.6, found 224; use .* efficient"),
-        ("efficient", ("cuda", "bf16", 64, (7, 0)), "efficient needs .* in bf16, found 7.0; use .* sdpa"),
-        ("efficient", ("cuda", "fp16", 100, (7, 0)), "efficient needs .* multiple of 8, found 100; use .* sdpa"),
-        ("efficient", ("cuda", "fp32", 50, (9, 0)), "efficient needs .* multiple of 4, found 50; use .* sdpa"),
+        ("varlen", ("cpu", "bf16", 64, None), "varlen needs CUDA, found cpu; .* sdpa"),
+        ("efficient", ("cpu", "fp32", 64, None), "efficient needs CUDA, found cpu; .* sdpa"),
+        ("varlen", ("cuda", "fp32", 64, (9, 0)), "varlen needs precision bf16 or fp16, found fp32; .* efficient"),
+        ("varlen", ("cuda", "fp16", 64, (7, 5)), "varlen needs .* 8.0 or newer, found 7.5; .* efficient"),
+        ("varlen", ("cuda", "bf16", 100, (9, 0)), "varlen needs a head width .* found 100; .* sdpa"),
+        ("varlen", ("cuda", "bf16", 264, (9, 0)), "varlen needs a head width .* found 264; .* efficient"),
+        ("varlen", ("cuda", "bf16", 224, (8, 6)), "varlen needs a head width .* 8.6, found 224; .* efficient"),
+        ("efficient", ("cuda", "bf16", 64, (7, 0)), "efficient needs .* in bf16, found 7.0; .* sdpa"),
+        ("efficient", ("cuda", "fp16", 100, (7, 0)), "efficient needs .* multiple of 8, found 100; .* sdpa"),
+        ("efficient", ("cuda", "fp32", 50, (9, 0)), "efficient needs .* multiple of 4, found 50; .* sdpa"),
     ],
 )
 def test_backend_that_does_not_run_is_refused(
     backend: str, where: tuple[str, str, int, tuple[int, int] | None], complaint: str
 ) -> None:
-    with pytest.raises(ConfigError, match=rf"^attention\.backend: {complaint}$") as refused:
+    with pytest.raises(ConfigError, match=rf"^attention\.backend: {complaint}$") as error:
         resolve_backend(backend, *where)
-    assert str(refused.value).endswith(f"use auto, which takes {resolve_backend('auto', *where)}")
+    assert str(error.value).endswith(resolve_backend("auto", *where))
 
 
 @pytest.mark.quick

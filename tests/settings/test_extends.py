@@ -106,10 +106,10 @@ def test_checks_apply_to_the_merged_config(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "itself": ({"a": "extends: a.yaml"}, "a.yaml: extends: expected no file that extends itself, found A -> A"),
+    "itself": ({"a": "extends: a.yaml"}, "a.yaml: extends: a file must not extend itself, found A -> A"),
     "a circle": (
         {"a": "extends: b.yaml", "b": "extends: [c.yaml]", "c": "extends: a.yaml"},
-        "c.yaml: extends: expected no file that extends itself, found A -> B -> C -> A",
+        "c.yaml: extends: a file must not extend itself, found A -> B -> C -> A",
     ),
     "no file": ({"a": "extends: [b.yaml, no.yaml]", "b": "{}"}, "a.yaml: extends: expected a file, found none at"),
     "a folder": ({"a": "extends: ."}, "a.yaml: extends: expected a file, found none at"),
