@@ -6,7 +6,6 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 if __package__ in (None, ""):  # started by the path of the script, as the deepspeed launcher does it
@@ -17,7 +16,7 @@ if __name__ == "__main__":  # before the imports below import torch
 
     start_rank()
 
-from mmldlm.diffusion.noise import MODES, Mode
+from mmldlm.diffusion.noise import MODES
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.distributed.process_group import process_group
@@ -27,7 +26,6 @@ from mmldlm.evaluation.suite import evaluate
 from mmldlm.evaluation.table import samples_markdown, table
 from mmldlm.run.load import (
     BUNDLE_CONFIG,
-    LoadedRun,
     add_run_options,
     add_search,
     add_settings,
@@ -43,9 +41,6 @@ from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, Progress
-
-# The first arguments of `evaluate`: the run, the config, the modes, and the file of sentence pairs.
-Inputs = tuple[LoadedRun, EvaluationConfig, Sequence[Mode], Path | None]
 
 
 def _parse_modes(text: str) -> tuple[str, ...]:
@@ -112,12 +107,14 @@ def run(argv: list[str] | None = None, interval: float = INTERVAL_S) -> int:
     ):
         if processes.world_size == 1:
             choose_threads()
-        _evaluate(options, _load(options, config, processes, progress), processes, progress)
+        _evaluate(options, config, processes, progress)
     return ExitCode.DONE
 
 
-def _load(options: argparse.Namespace, config: EvaluationConfig, processes: Collectives, progress: Progress) -> Inputs:
-    """Load the run, and return the first arguments of `evaluate` (collective)."""
+def _evaluate(
+    options: argparse.Namespace, config: EvaluationConfig, processes: Collectives, progress: Progress
+) -> None:
+    """Load and evaluate the run, and write the results (collective)."""
     progress.phase("loading the run")
     loaded = load_run_on_all_ranks(options, processes)
     modes = options.modes or loaded.config.trained_modes
@@ -125,12 +122,7 @@ def _load(options: argparse.Namespace, config: EvaluationConfig, processes: Coll
         if value and mode not in modes:
             found = ",".join(modes)
             raise UsageError(f"{option}: belongs to mode {mode}, expected it among the measured modes, found {found}")
-    return loaded, config, modes, options.sts
-
-
-def _evaluate(options: argparse.Namespace, inputs: Inputs, processes: Collectives, progress: Progress) -> None:
-    """Evaluate the run and write the results (collective)."""
-    measured = evaluate(*inputs, processes, progress)
+    measured = evaluate(loaded, config, modes, options.sts, processes, progress)
     settings = given_settings(options)
     overrides = {"sampling": " ".join(settings)} if settings else {}
     result = replace_nonfinite({**overrides, **measured})
@@ -141,7 +133,7 @@ def _evaluate(options: argparse.Namespace, inputs: Inputs, processes: Collective
             write_atomically(out / "samples.md", samples_markdown(result))
             write_atomically(out / "evaluation.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
             print("\n".join(map(printable, table(result).split("\n"))))
-            if overfitting := inputs[0].info.get("overfitting"):
+            if overfitting := loaded.info.get("overfitting"):
                 print(printable(overfitting_notice(overfitting, options.run)))
             print(printable(f"written: {out / 'evaluation.json'}, {out / 'samples.md'}"), flush=True)
 

@@ -204,7 +204,7 @@ def _check_checkpoints(run: RecordedRun, progress: Progress) -> Iterator[str]:
             # A start may save the step that it begins with again.
             earlier = sum(start["step"] < step for start in run.starts)
             if earlier and all(changes):
-                yield f"{path}: differs from the record of the start that saved it in {'; '.join(changes[earlier - 1])}"
+                yield f"{path}: differs from the record of the start that saved it: {'; '.join(changes[earlier - 1])}"
             if step not in (*recorded, *(record["step"] for record in _unrecorded(run))):
                 yield f"{path}: no record has this checkpoint; if the run was killed while it was saved, resume it"
             elif sha256(path / MANIFEST) != recorded.get(step, sha256(path / MANIFEST)):

@@ -173,7 +173,7 @@ def change_sample(run: Path, store: Path, rng: random.Random, kind: str = "", re
     write_records(run, records)
     report = json.loads((run / "startup.json").read_text())
     (run / "startup.json").write_text(json.dumps(report | {"data_manifest": identity}))
-    return "the start that saved it has another data_manifest"
+    return "the start that saved it: data_manifest"
 
 
 def change_sample_and_manifest(run: Path, store: Path, rng: random.Random) -> str:
@@ -267,7 +267,7 @@ def change_recorded_setting(run: Path, store: Path, rng: random.Random) -> str:
     write_records(run, records)
     path = run / "config.yaml"
     path.write_text(path.read_text().replace("lr: 0.003", f"lr: {new!r}"))
-    return "the start that saved it has another optim.lr"
+    return "the start that saved it: optim.lr"
 
 
 FOUND_BY_HASHES: dict[str, Tampering] = {

@@ -86,7 +86,7 @@ def test_a_checkpoint_alone(copies: Copies, capsys: pytest.CaptureFixture[str]) 
     assert_user_error((cli.main(["verify", str(folder), "--all"]), capsys.readouterr().err), 2, "expected a run folder")
     assert cli.main(["checkpoints", "verify", str(run)]) == 2 and "mmldlm verify" in capsys.readouterr().err
     (folder / "added").touch()
-    assert "has the file added" in verified(capsys, folder, code=65)
+    assert "not in its manifest, added" in verified(capsys, folder, code=65)
     (folder / "model.safetensors").write_bytes(b"")
     assert_user_error((cli.main(["verify", str(folder)]), capsys.readouterr().err), 65, "model.safetensors")
 
@@ -130,7 +130,7 @@ def test_honest_runs_with_other_settings(
     command, run = [str(tiny_config), "validation.every=2", "checkpoint.every_steps=2", *settings], tmp_path / "run"
     for stop_at in (5, 7):
         assert train.main([*command, "--stop-at", str(stop_at)]) == 75
-        assert "not checked: whether the run has gone on after" in verified(capsys, run)
+        assert "not checked: whether the run continued after" in verified(capsys, run)
     assert rewind_main([str(run), "--before", "6"]) == 0
     verified(capsys, run)
     assert train.main([*command, "--stop-at", "6"]) == 75
