@@ -83,7 +83,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="turns to repeat if the machine was slower than at its best, as a multiple of all (%(default)s)",
     )
     add("--no-memory", action="store_true", help="leave out the memory of a step, which takes a process per variant")
-    add("--memory-of", type=Path, metavar="RESULT.json", help="take the memory of a step from that result")
     add("--store", type=Path, help="a data store to measure on, instead of --data")
     add("--stores", type=Path, default=ROOT / "data" / "bench", help="folder that keeps its stores (%(default)s)")
     add("--against", type=Path, metavar="RESULT.json", help="compare with it; exit code 1 if something is worse")
@@ -140,9 +139,7 @@ def measure(task: Task, selected: list[Variant], options: argparse.Namespace) ->
     flops = useful_flops(task, rows)
     peak = peak_flops(torch.cuda.get_device_name() if torch.cuda.is_available() else "", task.precision)
     values: dict[str, Values] = {variant.name: {"about": variant.about} for variant in selected}
-    if options.memory_of:
-        copy_memory(options.memory_of, task, values)
-    elif not options.no_memory:  # do this first, while this process holds no GPU memory
+    if not options.no_memory:  # do this first, while this process holds no GPU memory
         measure_memory(task, values)
     fitting = [variant for variant in selected if "error" not in values[variant.name]]
     if not fitting:
@@ -188,22 +185,6 @@ def measure_memory(task: Task, values: dict[str, Values]) -> None:
             row |= zip(MEMORY_KEYS, step_memory_mib(name, task), strict=True)
         except OutOfMemory:
             row["error"] = "out of memory"
-
-
-def copy_memory(path: Path, task: Task, values: dict[str, Values]) -> None:
-    """Take the memory of steps from an earlier result.
-
-    Raises:
-        UsageError: That result has another task.
-    """
-    earlier = read_result(path, "--memory-of")
-    if earlier["what"]["task"] != task.to_json():
-        raise UsageError(
-            f"--memory-of: {path} is of another task, expected {task.to_json()}, found {earlier['what']['task']}"
-        )
-    for name, row in values.items():
-        known = earlier["variants"].get(name, {})
-        row |= {key: known[key] for key in (*MEMORY_KEYS, "error") if key in known}
 
 
 def measure_steps(
@@ -258,8 +239,8 @@ def count(run: LocalRun | ProcessRun, variant: Variant, first: int, steps: int, 
 # --- against an earlier result --------------------------------------------------------------------
 
 
-def read_result(path: Path, option: str) -> Values:
-    """Read a result of this benchmark. Errors name the option that gave the path.
+def read_result(path: Path) -> Values:
+    """Read the result that `--against` names.
 
     Raises:
         DataError: The file cannot be read, or is no such result.
@@ -267,9 +248,9 @@ def read_result(path: Path, option: str) -> Values:
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{option}: {path} cannot be read: {error}") from None
+        raise DataError(f"--against: {path} cannot be read: {error}") from None
     if not isinstance(result, dict) or result.get("benchmark") != "step":
-        raise DataError(f"{option}: {path} is not a result of the benchmark step")
+        raise DataError(f"--against: {path} is not a result of the benchmark step")
     return result
 
 
@@ -377,7 +358,7 @@ def _count_cell(value: float | None) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
     selected = selected_variants(options)
-    earlier = read_result(options.against, "--against") if options.against else None
+    earlier = read_result(options.against) if options.against else None
     result = measure(task_of(options), selected, options)
     write_json(result, options.out, options.name)
     print(table(result))

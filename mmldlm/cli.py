@@ -46,7 +46,7 @@ GROUPS = {  # commands by group: the module, with the function unless it is `mai
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 # Commands that compute on torch's devices.
 COMPUTE_COMMANDS = ("train", "sample", "score", "evaluate", "verify", "explain")
-# Commands that continue if the terminal is closed, because their result is a file. Others do so only with --out.
+# Commands that continue if the terminal is closed, as their result is a file. Others do so with --out or --figures.
 MAKERS = ("prepare", "convert", "train", "evaluate", "export", "race")
 
 
@@ -63,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
             print("\n".join(f"  {name:<11} {description}" for name, (_, description) in group.items()))
         return ExitCode.DONE if arguments else ExitCode.USAGE
     name, rest = arguments[0], arguments[1:]
-    outlives_terminal = name in MAKERS or any(argument.startswith("--out") for argument in rest)
+    outlives_terminal = name in MAKERS or any(argument.startswith(("--out", "--figures")) for argument in rest)
     if argv is None:
         start_process(outlives_terminal)
     if status := run_command(lambda: refuse_removed(name, rest)):
