@@ -24,7 +24,7 @@ from mmldlm.errors import ExitCode, UsageError, exit_process, run_command
 from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import evaluate
 from mmldlm.evaluation.table import samples_markdown, table
-from mmldlm.run.load import (
+from mmldlm.loading.load import (
     BUNDLE_CONFIG,
     add_run_options,
     add_search,

@@ -22,8 +22,8 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 
 from mmldlm import train
 from mmldlm.data.store import Store
+from mmldlm.loading.load import LoadedRun, load_run
 from mmldlm.prepare.pipeline import prepare
-from mmldlm.run.load import LoadedRun, load_run
 from tests.helpers.engine_runs import PARITY, environment
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT

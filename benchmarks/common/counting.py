@@ -24,8 +24,8 @@ from benchmarks.common.task import Task, batch_of
 from benchmarks.common.variants import Open
 from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import draw_noise, mode_weights_at
+from mmldlm.loading.factory import build_meta_model, build_objective
 from mmldlm.model.flops import ModelFlops
-from mmldlm.run.factory import build_meta_model, build_objective
 
 METHODS = {  # part of the step, by method of the trainer
     "corrupt": "corrupt, transfer",

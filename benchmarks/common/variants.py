@@ -24,9 +24,9 @@ from mmldlm.batch import Batch
 from mmldlm.config import RunConfig
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
+from mmldlm.loading.compatibility import data_shape
+from mmldlm.loading.factory import build_corruption, build_objective
 from mmldlm.model.mmdit import DataShape
-from mmldlm.run.compatibility import data_shape
-from mmldlm.run.factory import build_corruption, build_objective
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
 from mmldlm.utils.cpu import slowdown

@@ -26,7 +26,7 @@ from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.errors import DataError
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 from mmldlm.utils.progress import Progress
 
 ENCODER_BATCH_SIZE = 64  # texts

@@ -14,7 +14,7 @@ from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig, check_num_
 from mmldlm.evaluation.joint import diversity_metrics, frechet_metrics
 from mmldlm.evaluation.l2t import reference_metrics
 from mmldlm.evaluation.t2l import latent_similarity_metrics
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 
 SEED = 20_260  # seed of all draws: the same at every step of every run
 BATCH = 16  # samples per micro-batch, kept small because the training's memory is still in use

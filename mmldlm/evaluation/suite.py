@@ -18,7 +18,7 @@ from mmldlm.evaluation.l2t import text_metrics
 from mmldlm.evaluation.likelihood import likelihood_given_latents, likelihood_of_text
 from mmldlm.evaluation.sts import read_pairs, sts_metrics, tokenize_sentences
 from mmldlm.evaluation.t2l import latent_metrics
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 from mmldlm.settings.declaration import dump
 from mmldlm.utils.files import sha256
 from mmldlm.utils.progress import Progress

@@ -21,7 +21,7 @@ from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.statistics import retrieval_ranks
 from mmldlm.evaluation.validate import SEED, validation_ids
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 from mmldlm.telemetry.figures import FigureData
 
 SPLIT = "validation"

@@ -32,10 +32,10 @@ from torch import nn
 from mmldlm.checkpoint.state import model_state
 from mmldlm.errors import DataError, RunInUseError, UsageError
 from mmldlm.inference.conditions import check_shape, read_array
+from mmldlm.loading.load import LoadedRun, load_run_on_all_ranks, run_config
 from mmldlm.prepare.documents import TEXT_FORMATS, Columns, Document, Problem
 from mmldlm.prepare.readers.files import suffix_format
 from mmldlm.prepare.readers.text import read_text, text_parts
-from mmldlm.run.load import LoadedRun, load_run_on_all_ranks, run_config
 from mmldlm.utils.files import fsync, naming, sha256, write_atomically
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import CONTINUE, stop_at_signals

@@ -28,9 +28,9 @@ from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.config import RunConfig
 from mmldlm.data.writer import write_description
 from mmldlm.evaluation.table import table
+from mmldlm.loading.compatibility import LATENTS_NAME, identity
+from mmldlm.loading.load import BUNDLE_CONFIG, DESCRIPTION, LoadedRun
 from mmldlm.model.initial_weights import InitConfig
-from mmldlm.run.compatibility import LATENTS_NAME, identity
-from mmldlm.run.load import BUNDLE_CONFIG, DESCRIPTION, LoadedRun
 from mmldlm.settings.declaration import dump
 from mmldlm.utils.files import file_info, fsync, read_regular
 

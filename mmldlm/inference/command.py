@@ -21,8 +21,8 @@ from mmldlm.inference import batch
 from mmldlm.inference.conditions import encode_texts, read_latents
 from mmldlm.inference.edit import SpanEdit, mask_span
 from mmldlm.inference.generate import check_guidance, interpolate, sample
+from mmldlm.loading.load import LoadedRun, add_run_options, add_search, add_settings, given_settings, load_run
 from mmldlm.prepare.documents import Document
-from mmldlm.run.load import LoadedRun, add_run_options, add_search, add_settings, given_settings, load_run
 from mmldlm.utils.cpu import choose_threads
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.printable import printable

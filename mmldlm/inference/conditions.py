@@ -12,7 +12,7 @@ import numpy as np
 
 from mmldlm.data.encoders import ImportedLatents, LatentEncoder
 from mmldlm.errors import DataError
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 
 
 def encode_or_raise(encoder: LatentEncoder, texts: Sequence[str], hint: str = "") -> np.ndarray:

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from mmldlm.errors import DataError, UsageError
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 
 
 @dataclass(frozen=True)

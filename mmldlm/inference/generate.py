@@ -23,7 +23,7 @@ from mmldlm.diffusion.sampling import (
     median_lengths,
 )
 from mmldlm.errors import DataError, UsageError
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 from mmldlm.settings.successors import notice
 
 MIN_SINE = 1e-4  # below this angle between two directions, arc and chord cannot be distinguished

@@ -21,7 +21,7 @@ from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import DataError, UsageError
 from mmldlm.inference.conditions import check_latents, encode_or_raise
 from mmldlm.inference.generate import prefix_tokens, sample, tokenize_texts
-from mmldlm.run.load import LoadedRun, load_run
+from mmldlm.loading.load import LoadedRun, load_run
 from mmldlm.settings.declaration import dump, restore
 from mmldlm.settings.successors import current
 from mmldlm.utils.intervals import Ratio, ratio_of_sums

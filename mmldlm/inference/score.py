@@ -13,8 +13,8 @@ from mmldlm.evaluation import BITS
 from mmldlm.inference import batch
 from mmldlm.inference.generate import prefix_tokens
 from mmldlm.inference.model import check_scored_mode, draw_bounds
+from mmldlm.loading.load import add_run_options, add_settings
 from mmldlm.prepare.documents import Problem
-from mmldlm.run.load import add_run_options, add_settings
 from mmldlm.utils.intervals import Ratio, mean_of_draws, ratio_of_sums
 
 

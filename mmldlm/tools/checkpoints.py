@@ -19,9 +19,9 @@ from mmldlm.checkpoint.store import CheckpointStore
 from mmldlm.checkpoint.tensors import TensorFiles
 from mmldlm.config import load_config
 from mmldlm.errors import DataError, ExitCode, UsageError
+from mmldlm.loading.compatibility import identity
+from mmldlm.loading.load import LoadedRun, is_checkpoint, load_run, run_config
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
-from mmldlm.run.compatibility import identity
-from mmldlm.run.load import LoadedRun, is_checkpoint, load_run, run_config
 from mmldlm.tools.config import config_diff
 from mmldlm.tools.export import check_new, save_bundle
 from mmldlm.tools.runs import MetricsReader

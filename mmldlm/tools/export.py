@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mmldlm.errors import DataError, UsageError
 from mmldlm.inference.bundle import EVALUATION_NAME, matching_evaluation, write_bundle
-from mmldlm.run.load import LoadedRun, add_run_options, load_run
+from mmldlm.loading.load import LoadedRun, add_run_options, load_run
 from mmldlm.utils.files import fsync, make_folder, naming, temporary_name
 from mmldlm.utils.printable import printable
 

@@ -26,7 +26,7 @@ from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import total_counts
 from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.errors import ExitCode, UsageError
-from mmldlm.run.load import run_config
+from mmldlm.loading.load import run_config
 from mmldlm.tools.replay import RecordedRun, advance, replay
 from mmldlm.trainer.branches import leave_branch
 from mmldlm.trainer.trainer import Trainer

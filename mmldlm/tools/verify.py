@@ -25,7 +25,7 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.verify import verify_part
 from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, DataError, ExitCode, UsageError, exit_process, run_command
-from mmldlm.run.load import BUNDLE_CONFIG
+from mmldlm.loading.load import BUNDLE_CONFIG
 from mmldlm.settings.declaration import dump
 from mmldlm.tools.checkpoints import diff_checkpoints
 from mmldlm.tools.records import Record, check_record, read_json

@@ -30,7 +30,7 @@ from mmldlm.config import RunConfig, with_absolute_paths
 from mmldlm.data.store import Store
 from mmldlm.distributed.engine import Engine
 from mmldlm.errors import MmldlmError
-from mmldlm.run.compatibility import LATENTS_NAME, identity
+from mmldlm.loading.compatibility import LATENTS_NAME, identity
 from mmldlm.settings.fields import to_yaml
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.restore import RestoredRun

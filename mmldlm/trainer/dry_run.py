@@ -21,8 +21,8 @@ from mmldlm.data.verify import drop_bad_samples
 from mmldlm.distributed.capabilities import supports
 from mmldlm.distributed.launch import DDP, ENGINES, FSDP2, SINGLE, read_launcher_sizes
 from mmldlm.errors import ConfigError, UsageError
+from mmldlm.loading.factory import attention_backend, describe_attention
 from mmldlm.optim.lr_schedule import describe_lr
-from mmldlm.run.factory import attention_backend, describe_attention
 from mmldlm.settings.fields import to_yaml
 from mmldlm.trainer.memory import MIB, USABLE_SHARE, Estimate, Sharding, estimate, rank_memory
 from mmldlm.trainer.setup import requested_features

@@ -26,13 +26,13 @@ from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.capabilities import OFFLOAD_ENGINES, WEIGHT_SHARDING_ENGINES, ZERO_ENGINES
 from mmldlm.distributed.launch import DDP, FSDP2, SINGLE
 from mmldlm.distributed.optimizers import build_optimizer, describe_optimizer
+from mmldlm.loading.factory import build_corruption, build_meta_model, build_objective
 from mmldlm.model.attention import AttentionConfig
 from mmldlm.model.flops import ModelFlops
 from mmldlm.model.heads import CHUNK_ROWS, GPU_CHUNK_ROWS, GPU_VOCAB_MULTIPLE, MAX_WHOLE_LOGITS
 from mmldlm.model.layers import FeedForward
 from mmldlm.model.mmdit import DTYPES, MMDiT, MMDiTBlock, count_parameters
 from mmldlm.optim.param_groups import muon_matrices
-from mmldlm.run.factory import build_corruption, build_meta_model, build_objective
 
 MIB = 2**20
 USABLE_SHARE = 0.9  # share of a device's memory that an estimate may fill

@@ -21,9 +21,9 @@ from mmldlm.data.store import Store
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.optimizers import check_state_compatible
 from mmldlm.errors import ConfigError, DataError
-from mmldlm.run.compatibility import check_compatible, saved_ema, saved_latent_stats
-from mmldlm.run.load import DESCRIPTION
-from mmldlm.run.warm_start import find_source, warm_start
+from mmldlm.loading.compatibility import check_compatible, saved_ema, saved_latent_stats
+from mmldlm.loading.load import DESCRIPTION
+from mmldlm.loading.warm_start import find_source, warm_start
 from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.metrics import recorded_run_id
 from mmldlm.trainer.branches import REWINDS_FILE, read_rewinds, with_rewinds

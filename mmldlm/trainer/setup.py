@@ -28,11 +28,11 @@ from mmldlm.distributed.launch import DDP, FSDP2, LauncherEnv
 from mmldlm.distributed.optimizers import build_optimizer, check_device
 from mmldlm.errors import ConfigError
 from mmldlm.evaluation.validate import validation_ids
+from mmldlm.loading.factory import build_corruption, build_meta_model, build_objective, set_matmul_precision
 from mmldlm.model.compile import compile_regions
 from mmldlm.model.flops import ModelFlops
 from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.model.mmdit import MMDiT, count_parameters
-from mmldlm.run.factory import build_corruption, build_meta_model, build_objective, set_matmul_precision
 from mmldlm.telemetry.experiment_trackers import check_trackers
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks
 from mmldlm.trainer.graphs import why_no_graphs

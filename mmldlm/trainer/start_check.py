@@ -30,9 +30,9 @@ from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.distributed.process_group import published_failures
 from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError, StorageError
+from mmldlm.loading.factory import attention_backend, build_meta_model, describe_attention
+from mmldlm.loading.warm_start import find_source, warm_start
 from mmldlm.model.attention import AttentionConfig
-from mmldlm.run.factory import attention_backend, build_meta_model, describe_attention
-from mmldlm.run.warm_start import find_source, warm_start
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, writable_run_folder
 from mmldlm.trainer.memory import estimate
 from mmldlm.trainer.setup import build_components, check_settings, step_plan

@@ -24,10 +24,10 @@ from mmldlm.data.writer import publish, write_description
 from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.optimizers import describe_optimizer
 from mmldlm.distributed.process_group import kept_variables, settings_to_export
+from mmldlm.loading.factory import describe_attention
+from mmldlm.loading.load import DESCRIPTION
 from mmldlm.optim.ema import EmaConfig
 from mmldlm.optim.lr_schedule import batch_scale, describe_lr, resolved_warmup
-from mmldlm.run.factory import describe_attention
-from mmldlm.run.load import DESCRIPTION
 from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.metrics import recorded_run_id
 from mmldlm.telemetry.resources import memory_limits

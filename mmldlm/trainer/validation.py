@@ -13,7 +13,7 @@ from mmldlm.distributed.engine import Engine
 from mmldlm.evaluation.quality import quality
 from mmldlm.evaluation.validate import validation_ids, validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_numbers import StepNumbers
 from mmldlm.utils.callback import Callback

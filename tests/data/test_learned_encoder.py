@@ -25,9 +25,9 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import reencoding_metrics
+from mmldlm.loading.load import load_run
 from mmldlm.prepare.options import PrepareConfig
 from mmldlm.prepare.pipeline import main, prepare
-from mmldlm.run.load import load_run
 from mmldlm.train import main as train
 from mmldlm.utils.progress import Progress
 from tests.helpers.sample_corpus import flip_bit, small_config, write_corpus

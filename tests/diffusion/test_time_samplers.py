@@ -16,7 +16,7 @@ from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
 from mmldlm.diffusion.noise import draw_noise, mode_weights
 from mmldlm.diffusion.noise_schedule import MAX_MODE_SCALE, TimeSampler
 from mmldlm.errors import ConfigError
-from mmldlm.run.factory import build_objective
+from mmldlm.loading.factory import build_objective
 from tests.helpers.toy_pairs import MASK, objective, random_pairs
 
 pytestmark = pytest.mark.quick

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from mmldlm.config import load_config
 from mmldlm.data.store import Store
+from mmldlm.loading.factory import build_meta_model
 from mmldlm.optim.param_groups import parameter_groups
-from mmldlm.run.factory import build_meta_model
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import CURVE, Single, difference, records, saved_tensors
 from tests.helpers.forked_runs import ForkedRuns

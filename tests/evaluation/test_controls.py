@@ -28,7 +28,7 @@ from mmldlm.evaluation.likelihood import (
 )
 from mmldlm.evaluation.statistics import BITS
 from mmldlm.evaluation.t2l import latent_metrics, latent_similarity_metrics
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 from tests.helpers.known_runs import fresh_run, perfect_run
 
 pytestmark = pytest.mark.quick

@@ -13,7 +13,7 @@ import pytest
 
 from mmldlm.evaluation import EvaluationConfig
 from mmldlm.evaluation.suite import evaluate
-from mmldlm.run.load import load_run
+from mmldlm.loading.load import load_run
 from tests.helpers.engine_runs import accelerate, records, run, torchrun
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.sample_corpus import overwrite_value

@@ -28,7 +28,7 @@ from mmldlm.evaluation.statistics import cosine, frechet_distance, retrieval_ran
 from mmldlm.evaluation.suite import evaluate
 from mmldlm.evaluation.t2l import denoise_latents, latent_metrics, latent_similarity_metrics
 from mmldlm.evaluation.table import samples_markdown, table
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 from mmldlm.utils.nested import replace_nonfinite
 from tests.helpers.known_runs import fresh_run, perfect_run
 from tests.helpers.toy_pairs import SCHEDULE_NAMES

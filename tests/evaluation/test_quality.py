@@ -13,7 +13,7 @@ from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.quality import SEED, quality
 from mmldlm.evaluation.t2l import latent_metrics
 from mmldlm.evaluation.validate import validation_ids
-from mmldlm.run.load import load_run
+from mmldlm.loading.load import load_run
 from tests.helpers.metrics import read_metrics
 
 MODES = {"l2t": "bleu", "t2l": "cosine", "joint": "token_entropy"}

@@ -12,7 +12,7 @@ import scipy.stats
 from mmldlm.errors import DataError
 from mmldlm.evaluation import Evaluation, EvaluationConfig, cosine
 from mmldlm.evaluation.sts import Pair, read_pairs, sts_metrics, tokenize_sentences
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 from tests.helpers.known_runs import fresh_run
 
 pytestmark = pytest.mark.quick

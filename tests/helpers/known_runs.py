@@ -13,8 +13,8 @@ from mmldlm.config import load_config
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.gaussian import SIGMA_MIN, GaussianDiffusion, per_sample
-from mmldlm.run.factory import build_objective
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.factory import build_objective
+from mmldlm.loading.load import LoadedRun
 from tests.helpers.small_model import build_model
 
 SETTINGS = (

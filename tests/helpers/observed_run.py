@@ -12,7 +12,7 @@ from mmldlm.config import load_config
 from mmldlm.distributed.optimizers import describe_optimizer
 from mmldlm.errors import MmldlmError
 from mmldlm.inference import sample
-from mmldlm.run.load import load_run
+from mmldlm.loading.load import load_run
 from mmldlm.train import train_step
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.metrics import read_metrics

@@ -11,10 +11,10 @@ from mmldlm.batch import PackedLayout
 from mmldlm.checkpoint.state import load_model_state
 from mmldlm.config import RunConfig
 from mmldlm.data.manifest import Manifest
+from mmldlm.loading.factory import build_meta_model
 from mmldlm.model.activation_checkpoint import KEEP_ALL, MemoryConfig
 from mmldlm.model.attention import Backend
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig, Precision, Prediction
-from mmldlm.run.factory import build_meta_model
 from mmldlm.utils.meta_device import materialize
 
 VOCAB, MASK, PAD = 23, 21, 22

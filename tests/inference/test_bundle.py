@@ -25,7 +25,7 @@ from mmldlm.errors import ConfigError, DataError, MmldlmError, UsageError
 from mmldlm.evaluation import BITS, Evaluation, EvaluationConfig
 from mmldlm.evaluation.likelihood import text_bound
 from mmldlm.inference.model import Model, Samples
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 from mmldlm.utils.files import file_info
 from tests.helpers.paths import ROOT
 from tests.helpers.user_errors import assert_user_error

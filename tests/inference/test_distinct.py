@@ -18,7 +18,7 @@ from mmldlm.evaluation import cosine
 from mmldlm.inference import encode_texts
 from mmldlm.inference.command import build_parser, generated_lines
 from mmldlm.inference.generate import sample
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 
 pytestmark = pytest.mark.quick
 TEXTS = ["The rose of soil and water.", "The soil of water and the rose."]

@@ -14,7 +14,7 @@ from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import DataError, UsageError
 from mmldlm.inference import encode_texts, sample
 from mmldlm.inference.edit import SpanEdit, mask_span
-from mmldlm.run.load import LoadedRun
+from mmldlm.loading.load import LoadedRun
 
 pytestmark = pytest.mark.quick
 

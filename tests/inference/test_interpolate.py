@@ -14,9 +14,9 @@ from mmldlm import cli
 from mmldlm.diffusion.sampling import SamplingConfig, length_probabilities, median_lengths
 from mmldlm.inference import encode_texts, sample
 from mmldlm.inference.generate import interpolate, slerp
+from mmldlm.loading.load import LoadedRun
 from mmldlm.model.layers import Modulation
 from mmldlm.model.mmdit import MMDiT
-from mmldlm.run.load import LoadedRun
 
 pytestmark = pytest.mark.quick
 

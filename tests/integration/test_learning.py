@@ -21,8 +21,8 @@ from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.quality import quality
+from mmldlm.loading.load import load_run
 from mmldlm.model.mmdit import MMDiT
-from mmldlm.run.load import load_run
 from mmldlm.train import train
 from tests.helpers.metrics import read_metrics
 
@@ -115,7 +115,7 @@ class WithSkip(MMDiT):
 
 @pytest.mark.slow
 def test_skip_of_x0_is_detected(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mmldlm.run.factory.MMDiT", WithSkip)
+    monkeypatch.setattr("mmldlm.loading.factory.MMDiT", WithSkip)
     assert missed(learn(tmp_path / "run", store)) >= {"t2l_cosine", "t2l_recall_at_1"}
 
 

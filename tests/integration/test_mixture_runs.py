@@ -19,8 +19,8 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.sampler import count_draws
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.run.compatibility import LATENTS_NAME
-from mmldlm.run.load import load_run
+from mmldlm.loading.compatibility import LATENTS_NAME
+from mmldlm.loading.load import load_run
 from mmldlm.trainer.start_check import check_store
 from mmldlm.trainer.trainer import Trainer
 from tests.helpers.engine_runs import record_list

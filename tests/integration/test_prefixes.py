@@ -18,7 +18,7 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import split_prefix
 from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights
-from mmldlm.run.load import load_run
+from mmldlm.loading.load import load_run
 from mmldlm.settings.successors import _noticed
 from tests.helpers.tiny_config import TINY
 from tests.helpers.user_errors import assert_user_error

@@ -12,7 +12,7 @@ import pytest
 from mmldlm import cli
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.inference import encode_texts, sample
-from mmldlm.run.load import LoadedRun, load_run
+from mmldlm.loading.load import LoadedRun, load_run
 from tests.helpers.tiny_config import TINY
 from tests.helpers.user_errors import assert_user_error
 

@@ -20,9 +20,9 @@ from mmldlm.batch import PackedLayout
 from mmldlm.config import load_config
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError
+from mmldlm.loading.factory import attention_backend, build_meta_model, describe_attention, take_flash_attention_4
 from mmldlm.model.attention import Backend, joint_attention, resolve_backend, rows_to_attend
 from mmldlm.model.mmdit import MMDiT, Prediction
-from mmldlm.run.factory import attention_backend, build_meta_model, describe_attention, take_flash_attention_4
 from tests.helpers.padded_reference import padded_forward
 from tests.helpers.small_model import MASK, PAD, Inputs, random_inputs, small_model
 

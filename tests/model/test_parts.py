@@ -16,6 +16,7 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import Mode, draw_noise, mode_weights
 from mmldlm.diffusion.objective import LossConfig, total_counts
 from mmldlm.distributed.optimizers import build_optimizer
+from mmldlm.loading.factory import build_objective
 from mmldlm.model.mmdit import MMDiT, count_parameters
 from mmldlm.model.parts import (
     PARTS_TRAINED_BY,
@@ -27,7 +28,6 @@ from mmldlm.model.parts import (
     frozen_parts,
     part_of,
 )
-from mmldlm.run.factory import build_objective
 from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.noised_batch import noised_batch
 from tests.helpers.small_model import build_model, small_model

@@ -15,9 +15,9 @@ from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launch import read_launcher_env
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids, validation_losses
+from mmldlm.loading.load import load_run
 from mmldlm.optim import ema
 from mmldlm.optim.ema import EmaConfig, EmaWeights, decay_at
-from mmldlm.run.load import load_run
 from mmldlm.trainer.setup import step_plan
 from tests.helpers.engine_runs import CURVE, records, saved_tensors
 from tests.helpers.forked_runs import ForkedRuns

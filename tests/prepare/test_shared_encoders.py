@@ -16,10 +16,10 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
+from mmldlm.loading.load import load_run
 from mmldlm.prepare.job import make_plan
 from mmldlm.prepare.options import PrepareConfig
 from mmldlm.prepare.pipeline import prepare
-from mmldlm.run.load import load_run
 from tests.helpers.sample_corpus import flip_bit, small_config, write_corpus
 from tests.helpers.tiny_config import TINY
 from tests.helpers.user_errors import assert_user_error, refused

@@ -11,7 +11,7 @@ import pytest
 from mmldlm import train
 from mmldlm.config import RunConfig, load_config, load_with_provenance, write_config
 from mmldlm.errors import ConfigError
-from mmldlm.run.load import load_run, run_config
+from mmldlm.loading.load import load_run, run_config
 from mmldlm.settings.fields import build
 from mmldlm.settings.yaml import parse_yaml
 from tests.helpers.engine_runs import record_list

@@ -15,7 +15,7 @@ import yaml
 
 import mmldlm
 from mmldlm import cli, train
-from mmldlm.run.load import run_config
+from mmldlm.loading.load import run_config
 from mmldlm.settings import successors
 from mmldlm.settings.yaml import read_yaml
 from mmldlm.tools.runs import History

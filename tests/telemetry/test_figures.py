@@ -19,7 +19,7 @@ from mmldlm.config import load_config
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
-from mmldlm.run.load import load_run
+from mmldlm.loading.load import load_run
 from mmldlm.telemetry import figures
 from mmldlm.telemetry.figures import FigureData
 from mmldlm.telemetry.tensorboard import LAYOUT

@@ -13,7 +13,7 @@ import torch
 from mmldlm.config import RunConfig, load_config, write_config
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
-from mmldlm.run.factory import build_corruption, build_objective
+from mmldlm.loading.factory import build_corruption, build_objective
 from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.tools.compare import command as compare

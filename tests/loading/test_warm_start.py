@@ -20,10 +20,10 @@ from mmldlm.config import RunConfig, load_config
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import ConfigError, DataError
+from mmldlm.loading.factory import build_meta_model
+from mmldlm.loading.warm_start import WarmStart, find_source, warm_start
 from mmldlm.model.initial_weights import InitialWeights
 from mmldlm.prepare.pipeline import prepare
-from mmldlm.run.factory import build_meta_model
-from mmldlm.run.warm_start import WarmStart, find_source, warm_start
 from mmldlm.utils.files import sha256
 from tests.helpers.engine_runs import record_list, saved_tensors
 from tests.helpers.forked_runs import ForkedRuns

@@ -24,8 +24,8 @@ from mmldlm.data.store import Store
 from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.errors import DataError
-from mmldlm.run.compatibility import check_compatible, identity
-from mmldlm.run.load import load_run
+from mmldlm.loading.compatibility import check_compatible, identity
+from mmldlm.loading.load import load_run
 from mmldlm.trainer.checkpointer import metadata_files
 from mmldlm.trainer.restore import restore_checkpoint
 from tests.helpers.changed_checkpoints import replace_file

@@ -18,7 +18,7 @@ from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
 from mmldlm.diffusion.corruption import CorruptedBatch, Corruption, StaticSizes
 from mmldlm.diffusion.objective import NoisedBatch
-from mmldlm.run.factory import build_corruption, build_objective
+from mmldlm.loading.factory import build_corruption, build_objective
 from tests.helpers.batch_sizes import constant_batch_size
 from tests.helpers.noised_batch import noised_batch
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmldlm import train
-from mmldlm.run.load import load_run
+from mmldlm.loading.load import load_run
 
 
 @pytest.fixture(autouse=True)

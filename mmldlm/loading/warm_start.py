@@ -19,11 +19,11 @@ from mmldlm.data.manifest import LatentInfo
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import ConfigError, DataError
+from mmldlm.loading.compatibility import identity, saved_identity, saved_latent_stats
+from mmldlm.loading.load import choose_weights, is_checkpoint, newest_checkpoint, run_config
 from mmldlm.model.initial_weights import InitConfig, InitialWeights, Taken
 from mmldlm.model.parts import frozen_parts, part_of
 from mmldlm.optim.ema import WEIGHTS_LABELS
-from mmldlm.run.compatibility import identity, saved_identity, saved_latent_stats
-from mmldlm.run.load import choose_weights, is_checkpoint, newest_checkpoint, run_config
 from mmldlm.utils.files import sha256
 from mmldlm.utils.short_repr import display_name, truncate
 

@@ -33,9 +33,9 @@ from mmldlm.diffusion.candidates import Fit
 from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.diffusion.sampling import Sampler, SamplingConfig
 from mmldlm.errors import ConfigError, DataError, MmldlmError, UsageError
+from mmldlm.loading.compatibility import check_compatible, match_training_data, saved_ema
+from mmldlm.loading.factory import build_meta_model, build_objective, set_matmul_precision
 from mmldlm.optim.ema import WEIGHTS_LABELS, Weights
-from mmldlm.run.compatibility import check_compatible, match_training_data, saved_ema
-from mmldlm.run.factory import build_meta_model, build_objective, set_matmul_precision
 from mmldlm.settings.declaration import restore
 from mmldlm.settings.successors import REMOVED_WORDS, current, current_overrides
 from mmldlm.utils.files import read_regular

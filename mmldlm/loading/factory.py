@@ -14,10 +14,10 @@ from mmldlm.diffusion.corruption import Corruption, StaticSizes
 from mmldlm.diffusion.gaussian import GaussianDiffusion
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.objective import Objective
+from mmldlm.loading.compatibility import data_shape
 from mmldlm.model.attention import AMPERE, Backend, resolve_backend
 from mmldlm.model.mmdit import DTYPES, MMDiT, Precision
 from mmldlm.model.parts import freeze_parts
-from mmldlm.run.compatibility import data_shape
 
 log = logging.getLogger(__name__)
 
