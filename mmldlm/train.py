@@ -96,8 +96,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         raise UsageError(f"--processes: expected at least 1, together with --check, found {options.processes}")
     if options.check and not files and not options.overrides:
         return options
-    if len(files) != 1:
-        raise UsageError(f"expected one config file, found {len(files)}: {' '.join(files) or 'none'}")
+    if not files:
+        raise UsageError("expected a config file, found none")
+    if len(files) > 1:
+        raise UsageError(f"{files[1]}: expected key.sub=value, since {files[0]} is the config file")
     options.config = files[0]
     if options.gpus and not options.dry_run:
         raise UsageError("--gpus: expected together with --dry-run")
@@ -114,7 +116,7 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
     if options.check and (options.processes is not None or options.config is None):
         from mmldlm.trainer.start_check import check_node
 
-        return check_node(options.config, options.overrides, options.processes)
+        return check_node(options.config, options.overrides, options.processes, options.accelerate_config)
     try:
         config = load_config(options.config, options.overrides)
         require_paths(config, "data.path", "run.dir")

@@ -102,7 +102,8 @@ printf '\n'
 
 if [ "${NODE_CHECK:-}" != skip ]; then
   trap 'exit 143' TERM # once the check has ended, in seconds; process 1 of a container would ignore the signal
-  "$python" -m mmldlm.cli train "$config" "${settings[@]}" --check --processes "$NPROC_PER_NODE" || exit $?
+  "$python" -m mmldlm.cli train "$config" "${settings[@]}" --check --processes "$NPROC_PER_NODE" \
+    --accelerate_config "$launcher_config" || exit $?
   trap - TERM
 fi
 

@@ -92,7 +92,7 @@ class LossConfig:
 
     @property
     def needs_text_terms(self) -> bool:
-        """Return whether the text loss needs more from the text head than likelihoods."""
+        """Return whether the text loss needs the log of the softmax denominator, or the mean log probability."""
         return self.label_smoothing > 0 or self.z_loss > 0
 
 
@@ -252,7 +252,7 @@ class Objective:
 
         The first three count the step's tokens, its samples whose latent is trained, and all of its samples. Each is at
         least 1, since a modality that is absent has a loss of 0. The last two are the micro-batch's shares of these
-        tokens and samples.
+        tokens and samples, for learned loss weights.
         """
         tokens, samples, lengths = (max(1.0, total) for total in self.stats.totals(totals))
         step = torch.tensor([tokens, samples, lengths], dtype=torch.float64)

@@ -85,7 +85,7 @@ class Failure:
 def is_conclusive(peers: Mapping[int, PeerHeartbeat], counts: Mapping[int, int], window: float) -> bool:
     """Return whether the diagnosis is final: a peer is at fault, or all peers have advanced.
 
-    `counts` are earlier heartbeat counts by rank, or empty. `window` is the one of `PeerHeartbeat.status`.
+    `counts` are earlier heartbeat counts by rank, or empty. `window` is in seconds, see `PeerHeartbeat.status`.
     """
     if any(peer.status(window) for peer in peers.values()):
         return True
@@ -105,7 +105,7 @@ def diagnose(
 ) -> Failure:
     """Return the failure of the run, judged by the most direct evidence.
 
-    `wait` belongs to this rank, and `window` is the one of `PeerHeartbeat.status`. `store_unreachable` names the store
+    `wait` belongs to this rank, and `window` is in seconds, see `PeerHeartbeat.status`. `store_unreachable` names the store
     if it does not respond (otherwise ""). In that case the heartbeats of `peers` are out of date.
     """
     statuses = {

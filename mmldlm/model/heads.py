@@ -25,7 +25,7 @@ Formula = Callable[[Tensor, Tensor, Tensor], Tensor]  # takes logits [P, V], bia
 
 
 def in_chunks(formula: Formula, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor, targets_P: Tensor) -> Tensor:
-    """Return `token_nll` or `token_terms` of a linear head, without materializing the logits [P, V]."""
+    """Apply `formula`, `token_nll` or `token_terms`, to a linear head without materializing the logits [P, V]."""
     on_cpu = runs_on_cpu(hidden_PD)
     if on_cpu and hidden_PD.shape[0] <= CHUNK_ROWS:
         return formula(_logits(hidden_PD, weight_VD, bias_V), bias_V, targets_P)

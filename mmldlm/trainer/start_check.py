@@ -27,7 +27,7 @@ from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.comm_benchmark import all_reduce_speed, backend_of, backend_version
 from mmldlm.distributed.init import start_engine
-from mmldlm.distributed.launch import LauncherEnv
+from mmldlm.distributed.launch import LauncherEnv, read_launcher_sizes
 from mmldlm.distributed.process_group import published_failures
 from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError, StorageError
 from mmldlm.loading.factory import attention_backend, build_meta_model, describe_attention
@@ -232,10 +232,13 @@ def check_folder(run_dir: Path) -> Finding:
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def check_node(config_file: str | None, overrides: Sequence[str], processes: int | None) -> int:
+def check_node(
+    config_file: str | None, overrides: Sequence[str], processes: int | None, accelerate_file: str | None = None
+) -> int:
     """Check this machine for `processes` processes (default: one per GPU) and, given a config, the run on it.
 
-    Print the findings and return the exit code.
+    Print the findings and return the exit code. `accelerate_file` is the file of the launcher, which may set the
+    precision.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     processes = processes or max(1, torch.cuda.device_count())
@@ -246,15 +249,18 @@ def check_node(config_file: str | None, overrides: Sequence[str], processes: int
         check_open_files(),
     ]
     if config_file is not None:
-        findings += check_run(config_file, overrides, device)
+        findings += check_run(config_file, overrides, device, accelerate_file)
     print(*map(printable, format_report(findings).split("\n")), sep="\n", flush=True)
     return exit_code(findings)
 
 
-def check_run(config_file: str, overrides: Sequence[str], device: str) -> list[Finding]:
+def check_run(
+    config_file: str, overrides: Sequence[str], device: str, accelerate_file: str | None = None
+) -> list[Finding]:
     """Check a config: its data, its attention on this device, and the disk of its run folder."""
     try:
-        config = load_config(config_file, overrides)
+        _, _, mixed_precision = read_launcher_sizes(os.environ, accelerate_file)
+        config = resolve_precision(load_config(config_file, overrides), mixed_precision)
         require_paths(config, "data.path", "run.dir")
     except ConfigError as error:
         return [fail("config", str(error), "see docs/settings.md, which lists the keys")]

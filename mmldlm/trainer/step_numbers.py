@@ -60,9 +60,9 @@ class StepResult:
 
 
 class StepNumbers:
-    """Keeps the numbers of steps on the device until something depends on them, and updates the counters in `state`.
+    """Keeps the numbers of steps on the device until a record, a guard or a schedule needs them. Counts in `state`.
 
-    Judged steps are passed to `log`. The file of skipped steps is closed at the `end`.
+    Accepted and skipped steps are passed to `log`. The file of skipped steps is closed at the `end`.
     """
 
     def __init__(

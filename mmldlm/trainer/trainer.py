@@ -163,9 +163,9 @@ class Trainer:
     def sync(self, steps_done: int, noised: Sequence[NoisedBatch]) -> StepTotals:
         """Start the one all-reduce of a step, in float64, and return its pending sums (collective).
 
-        It sums the denominators of the losses, the sizes of the step, and requests and progress of single ranks. So all
-        ranks can act on a request at the end of the same step. The all-reduce runs beside the first forward pass, and
-        the loss waits for it.
+        It sums the loss counts, the tokens and pairs of the step, requests to stop or save, and the progress of
+        checkpoints. So all ranks can act on a request at the end of the same step. The all-reduce runs beside the first
+        forward pass, and the loss waits for it.
         """
         layouts = [batch.layout.without_filler() for batch in noised]
         counts = StepCounts(

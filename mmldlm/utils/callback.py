@@ -7,7 +7,8 @@ class Callback:
     """Base class of a run's features. Override the methods that you need.
 
     All ranks call the methods of all callbacks in the order of `mmldlm.trainer.callbacks`, so a method may be
-    collective. Steps are counted from 1. A callback keeps nothing for checkpoints: store such state in `TrainState`.
+    collective. Steps are counted from 1. Checkpoints do not contain the attributes of a callback: store such state in
+    `TrainState`.
     """
 
     def before_step(self, step: int) -> None:

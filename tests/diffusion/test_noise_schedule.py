@@ -1,4 +1,4 @@
-"""alpha, sigma and velocity of every latent process, the text schedule, and stratified times."""
+"""alpha, sigma and velocity of every noise schedule of latents, the text schedule, and stratified times."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def schedule(request: pytest.FixtureRequest) -> NoiseSchedule:
     return NOISE_SCHEDULES[request.param]()
 
 
-def test_every_process_has_a_path() -> None:
+def test_every_name_has_a_noise_schedule() -> None:
     assert set(NOISE_SCHEDULES) == set(SCHEDULE_NAMES)
 
 

@@ -26,7 +26,7 @@ Command = Callable[..., object]
         (["data.path="], 64, "data.path: expected"),
         (["resume=/nowhere"], 64, "resume: expected auto, never or a checkpoint's folder"),
         (["attention.backend=varlen"], 64, "attention.backend: varlen needs CUDA"),
-        (["other.yaml"], 2, "expected one config file, found 2"),
+        (["other.yaml"], 2, "other.yaml: expected key.sub=value"),
     ],
 )
 def test_train_refuses(

@@ -99,8 +99,7 @@ def test_suggestions_end_alike_or_are_spelled_alike(key: str, suggested: list[st
         ("memory.every_k=0", "memory.every_k: must be at least 1, found 0"),
         (
             "memory.activation_checkpointing=full memory.kept_blocks=4",
-            "memory.kept_blocks: expected fewer than the 4 blocks that memory.activation_checkpointing full is "
-            "for, found 4",
+            "memory.kept_blocks: expected fewer than model.depth 4",
         ),
         ("freeze=[texthead]", "found 'texthead' (did you mean 'text_head'?)"),
         ("freeze=text_head", "freeze: expected list, found 'text_head'"),

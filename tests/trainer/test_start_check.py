@@ -157,6 +157,21 @@ def test_attention_backend_is_named_or_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("settings", "code", "shown"), [([], 0, "sdpa on cpu in bf16"), (["precision=fp32"], 64, "bf16")]
+)
+def test_the_check_has_the_launchers_precision(
+    settings: list[str], code: int, shown: str, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (ROOT / "accelerate_configs" / "ddp.yaml").read_text(encoding="utf-8")
+    file = tmp_path / "ddp_bf16.yaml"
+    file.write_text(re.sub("mixed_precision: .*", "mixed_precision: bf16", text), encoding="utf-8")
+    options = ["--check", "--processes", "1", "--accelerate_config", str(file)]
+    assert train.main([str(tiny_config), *options, *settings]) == code
+    assert shown in capsys.readouterr().out
+
+
+@pytest.mark.quick
 def test_problems_of_a_config_are_findings(capsys: pytest.CaptureFixture[str]) -> None:
     quickstart = str(ROOT / "configs" / "quickstart.yaml")
     assert train.main([quickstart, "--check", "--processes", "1", "data.path=/nowhere", "run.dir=/tmp"]) == 65
