@@ -105,7 +105,7 @@ def diagnose(
 ) -> Failure:
     """Return the failure of the run, judged by the most direct evidence.
 
-    `wait` belongs to this rank, and `window` is in seconds, see `PeerHeartbeat.status`. `store_unreachable` names the store
+    `wait` belongs to this rank. `window` is in seconds, see `PeerHeartbeat.status`. `store_unreachable` names the store
     if it does not respond (otherwise ""). In that case the heartbeats of `peers` are out of date.
     """
     statuses = {
