@@ -28,7 +28,6 @@ def folder(tiny_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ("train {folder}/config.yaml", r"verifying and reading the checkpoint: \d+s"),
         ("train {folder}/config.yaml", r"verifying the data: (\d+) of \1 shards and files, \d+s"),
-        ("train --dry-run {folder}/config.yaml", r"estimating the costs: \d+s"),
         ("sample {folder}/run --mode joint --count 2", r"generating: \d+s"),
         ("sample {folder}/run --mode joint --count 2", r"loading the run: \d+s"),
         ("evaluate {folder}/run --samples 8 --texts 2 --times 2", r".*: \d+ of \d+ .*, \d+s"),

@@ -114,7 +114,7 @@ def test_texts_without_a_prefix_are_told(
     ):
         _noticed.clear()
         assert cli.main([arguments[0], str(folder), *arguments[1:]]) == 0, number
-        assert capsys.readouterr().err.count("texts without a prefix follow nothing") == notices, arguments
+        assert capsys.readouterr().err.count("none was given") == notices, arguments
 
 
 def test_answers_follow_questions(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

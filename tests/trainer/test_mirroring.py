@@ -161,7 +161,7 @@ def test_wrong_credentials(
     mirrored = [*settings, f"checkpoint.mirror=s3://{BUCKET}/runs", "checkpoint.mirror_wait_s=100"]
     pids = forked.start("single", mirrored, 1, log, **wrong)
     assert forked.wait(pids) == dict.fromkeys(pids, 74)
-    assert_user_error((74, log.read_text()), 74, "checkpoint.mirror: without it", "Forbidden", alone=False)
+    assert_user_error((74, log.read_text()), 74, "checkpoint.mirror", "Forbidden", alone=False)
     shutil.rmtree(run)
     assert train.main([*map(str, settings), "checkpoint.every_steps=100"], stopped_after(10)) == 75
     forked.succeed("single", run, 1, *mirrored, **wrong)
