@@ -146,7 +146,8 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
     if options.check:
         from mmldlm.trainer.start_check import check_node, check_start
 
-        if launch.world_size == 1 and (code := check_node(options.config, options.overrides, 1)):
+        node = options.config, options.overrides, 1, options.accelerate_config
+        if launch.world_size == 1 and (code := check_node(*node)):
             return code
         check_start(config, launch)
     else:

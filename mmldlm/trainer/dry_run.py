@@ -24,7 +24,8 @@ from mmldlm.errors import ConfigError, UsageError
 from mmldlm.loading.factory import attention_backend, describe_attention
 from mmldlm.optim.lr_schedule import describe_lr
 from mmldlm.settings.fields import to_yaml
-from mmldlm.trainer.memory import MIB, USABLE_SHARE, Estimate, Sharding, estimate, rank_memory
+from mmldlm.telemetry.resources import MIB
+from mmldlm.trainer.memory import USABLE_SHARE, Estimate, Sharding, estimate, rank_memory
 from mmldlm.trainer.setup import requested_features
 from mmldlm.trainer.startup_report import data_notices
 from mmldlm.utils.format import format_number, human_duration

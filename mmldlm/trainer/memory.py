@@ -1,4 +1,4 @@
-"""Memory and FLOPs of an optimizer step in closed form: no network is built, and nothing is run.
+"""Memory and FLOPs of an optimizer step in closed form: the network has sizes but no weights, and nothing is run.
 
 `estimate` reads how large the micro-batches of a run get, `activation_bytes` says how much memory one of them takes,
 and `rank_memory` adds everything else that an engine keeps on a rank (table in docs/engines.md). We do not count
@@ -33,8 +33,8 @@ from mmldlm.model.heads import CHUNK_ROWS, GPU_CHUNK_ROWS, GPU_VOCAB_MULTIPLE, M
 from mmldlm.model.layers import FeedForward
 from mmldlm.model.mmdit import DTYPES, MMDiT, MMDiTBlock, count_parameters
 from mmldlm.optim.param_groups import muon_matrices
+from mmldlm.telemetry.resources import MIB
 
-MIB = 2**20
 USABLE_SHARE = 0.9  # share of a device's memory that an estimate may fill
 FLOAT32 = 4  # bytes of a number
 LOGITS_AT_ONCE = 3  # float32 copies of a chunk of logits that the text head holds at once

@@ -17,7 +17,8 @@ from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.distributed.memory_probe import is_out_of_memory
 from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StorageError, exit_code_and_cause
 from mmldlm.telemetry.profiler import write_memory_history
-from mmldlm.trainer.memory import MIB, Sharding, estimate, rank_memory
+from mmldlm.telemetry.resources import MIB
+from mmldlm.trainer.memory import Sharding, estimate, rank_memory
 from mmldlm.utils.files import is_at
 from mmldlm.utils.short_repr import truncate
 

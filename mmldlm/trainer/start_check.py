@@ -33,12 +33,13 @@ from mmldlm.errors import ConfigError, DataError, ExitCode, MmldlmError, Storage
 from mmldlm.loading.factory import attention_backend, build_meta_model, describe_attention
 from mmldlm.loading.warm_start import find_source, warm_start
 from mmldlm.model.attention import AttentionConfig
+from mmldlm.telemetry.resources import MIB
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, writable_run_folder
 from mmldlm.trainer.memory import estimate
 from mmldlm.trainer.setup import build_components, check_settings, step_plan
 from mmldlm.utils.printable import printable
 
-_MIB, _GIB = 2**20, 2**30
+_GIB = 2**30
 _SHARED_MEMORY_MIB_PER_PROCESS = 256  # for batches of loader workers, and NCCL's buffers within a machine
 _MIN_OPEN_FILES = 4096
 _MIN_FREE_GIB = 1
@@ -139,7 +140,7 @@ def check_shared_memory(processes: int, folder: Path = Path("/dev/shm")) -> Find
     """Check the free space of `folder`, a tmpfs."""
     name, needed = "shared memory", processes * _SHARED_MEMORY_MIB_PER_PROCESS
     try:
-        free = shutil.disk_usage(folder).free // _MIB
+        free = shutil.disk_usage(folder).free // MIB
     except OSError as error:
         return warn(name, f"{folder}: {error.strerror}", "mount a tmpfs there: loader workers and NCCL need it")
     if free < needed:
@@ -161,8 +162,7 @@ def check_open_files() -> Finding:
 
 
 def check_attention(config: RunConfig, device: str) -> Finding:
-    """Check that the configured attention runs on this machine. The finding names the kernel."""
-    config = resolve_precision(config)
+    """Check that the attention of a config with its resolved precision runs here. The finding names the kernel."""
     try:
         backend = attention_backend(config, device)
     except ConfigError as error:
@@ -208,7 +208,7 @@ def check_disk(config: RunConfig, store: Store | None) -> Finding:
     if store is not None:
         # One more than the run keeps: it removes an old checkpoint only after a new one is complete.
         count = config.checkpoint.retention.max_checkpoints(config.train.steps) + 1
-        checkpoints = count * estimate(config, store, 1).checkpoint_mib * _MIB
+        checkpoints = count * estimate(config, store, 1).checkpoint_mib * MIB
         with suppress(OSError):  # a run that is training may remove some meanwhile
             # Checkpoints of an earlier start count among the kept ones, and already take their space.
             checkpoints -= sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))

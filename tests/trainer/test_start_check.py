@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mmldlm import cli, train
-from mmldlm.config import load_config
+from mmldlm.config import load_config, resolve_precision
 from mmldlm.data.store import Store
 from mmldlm.errors import ExitCode
 from mmldlm.model.mmdit import count_parameters
@@ -147,7 +147,7 @@ def test_more_processes_than_cores_is_a_warning() -> None:
 @pytest.mark.quick
 def test_attention_backend_is_named_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also on a stub of a GPU, which only says what it is."""
-    assert check_attention(load_config(None, []), "cpu").found == "sdpa on cpu in fp32"
+    assert check_attention(resolve_precision(load_config(None, [])), "cpu").found == "sdpa on cpu in fp32"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     assert check_attention(load_config(None, ["precision=fp16"]), "cuda").found == "efficient on cuda in fp16"
