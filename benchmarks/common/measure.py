@@ -247,7 +247,7 @@ class Comparison:
 
     @property
     def trusted(self) -> bool:
-        """Whether the first run agrees with itself."""
+        """Return whether the first run agrees with itself."""
         return abs(self.control.median - 1) <= TRUSTED
 
 

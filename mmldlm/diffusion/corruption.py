@@ -50,9 +50,9 @@ def _received(packed: PackedTensors, lengths: tuple[int, ...], filled: tuple[int
 class StaticSizes:
     """Fills micro-batches up to few sizes, so that one CUDA graph fits many of them.
 
-    Tokens and masked tokens are rounded up to multiples of 1/32 of the token budget, e.g. 1,024 of 32,768. The number
-    of samples is that of the step's largest micro-batch, plus as many as the filler may need. Samples have at most
-    `max_length` tokens.
+    Tokens and masked tokens are rounded up to multiples of 1/32 of the token budget, e.g. 1,024 of 32,768. Every
+    micro-batch gets as many samples as the largest one of the step, plus the samples that the filler may need. Samples
+    have at most `max_length` tokens.
     """
 
     max_length: int

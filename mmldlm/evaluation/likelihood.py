@@ -24,7 +24,7 @@ SHORT = f"_up_to_{MAX_ORDERED_TOKENS}"  # suffix of metrics that only cover docu
 _ORDERED = len(MODES) + 2  # key of the random stream for its noise latents (see `Evaluation`)
 # Noise times of the latent at which the bound by way of the latent switches to the text.
 LATENT_TIMES = (0.3, 0.5, 0.7, 0.9)
-NOVEL_FRACTION = 0.9  # share of the documents, those least similar to a training text, that counts as novel
+NOVEL_FRACTION = 0.9  # this share of the documents, the least similar to a training text, counts as novel
 _ERRORS = ("_standard_error", "_ci95")  # suffixes of keys
 
 

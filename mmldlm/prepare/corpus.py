@@ -193,7 +193,7 @@ def hash64(text: str) -> int:
 
 
 class Corpus:
-    """The cached chunks of a preparation, of which one at a time is in memory unless a method says otherwise.
+    """The cached chunks of a preparation. One chunk at a time is in memory, unless a method says otherwise.
 
     `splits_folder` has the splits that changed since the chunks in `folders` were written: because groups depend on
     other chunks, or because documents were excluded later.

@@ -61,7 +61,7 @@ class ExitReport(_Model):
 
     @property
     def is_clean(self) -> bool:
-        """Whether the rank finished, or was stopped and saved."""
+        """Return whether the rank finished, or was stopped and saved."""
         return self.code in (ExitCode.DONE, ExitCode.STOPPED)
 
 

@@ -213,7 +213,7 @@ class RunState(NamedTuple):
 
     @property
     def is_active(self) -> bool:
-        """Whether the run has not ended yet."""
+        """Return whether the run has not ended yet."""
         return self.name in ("running", "silent")
 
 

@@ -43,7 +43,7 @@ class Explanation:
 
     Attributes:
         limit: The largest norm that is no spike. If the step is no spike, half of its own norm.
-        slots: The slots of the samples, in the order in which they were found.
+        slots: The slots of the samples, in the order of their discovery.
         rest: Gradient norm of all other samples.
     """
 

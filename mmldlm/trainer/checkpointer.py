@@ -307,5 +307,5 @@ def metadata_files(config: RunConfig, store: Store) -> dict[str, bytes]:
 
 
 def checkpoint_record(path: Path) -> dict[str, str]:
-    """Return path and hash of a checkpoint for records. The hash is that of the manifest, which has all hashes."""
+    """Return path and hash of a checkpoint for records. We hash the manifest, since it has the hashes of all files."""
     return {"path": str(path), "sha256": sha256(path / MANIFEST)}

@@ -1,4 +1,4 @@
-"""A callback sees the gradients of a step, and its numbers are where those of the run are: `examples/callback.py`."""
+"""A callback sees the gradients of a step and logs to the records of the run: `examples/callback.py`."""
 
 from __future__ import annotations
 

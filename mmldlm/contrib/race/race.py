@@ -65,7 +65,7 @@ class Proposal:
 
     @property
     def is_better(self) -> bool:
-        """Whether a look has shown that the arm is better than the base."""
+        """Return whether a look has shown that the arm is better than the base."""
         return any(result["better"] for result in self.results)
 
 

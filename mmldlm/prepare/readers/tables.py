@@ -123,7 +123,7 @@ def _pyarrow_reading(path: Path | str) -> Iterator[Any]:
 
 
 def _source(path: str) -> Any:
-    """Return the path of a file, or a URL as an open file, both of which pyarrow can read."""
+    """Return the path of a file, or an open file for a URL. pyarrow reads both."""
     return open_input(path) if is_url(path) else path
 
 

@@ -75,12 +75,12 @@ class Difference:
 
     @property
     def is_detail(self) -> bool:
-        """Whether this metric is about a single mode or noise bin."""
+        """Return whether this metric is about a single mode or noise bin."""
         return any(part in self.tag for part in ("_noise_", "_l2t", "_t2l", "_joint"))
 
     @property
     def has_interval(self) -> bool:
-        """Whether there are enough differences for an interval."""
+        """Return whether there are enough differences for an interval."""
         return math.isfinite(self.half_widths[-1])
 
     @property
