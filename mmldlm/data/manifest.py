@@ -132,7 +132,7 @@ class Manifest:
         expected = read_regular(checksum).decode(errors="replace") if checksum.is_file() else "none"
         if expected != found:  # then we cannot trust the hashes in it
             found = f"SHA-256 is {found[:12]}..., expected {expected[:12]}..."
-            raise DataError(f"{path}: damaged, or its {CHECKSUM_NAME}: {found}; copy or prepare the store anew")
+            raise DataError(f"{path}: damaged, or its {CHECKSUM_NAME}: {found}; copy or prepare the store again")
         try:
             content = json.loads(text)
             if content["format"] != FORMAT:

@@ -83,7 +83,7 @@ def fit_run(
 
 def _too_large(key: str, lengths: Sequence[int], rank: int) -> ConfigError:
     """Return the error for a micro-batch that does not fit."""
-    smaller = "lower it or set train.auto_micro_batch=true, neither of which changes a curve, or "
+    smaller = "lower it or set train.auto_micro_batch=true (the curve stays), or "
     return ConfigError(
         f"train.{key}: the largest micro-batch, {len(lengths)} samples with {sum(lengths):,} tokens, does not fit into "
         f"the memory of rank {rank}; {smaller * (len(lengths) > 1)}try memory.activation_checkpointing=full, "
