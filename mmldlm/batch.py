@@ -5,7 +5,7 @@ Shape letters: B samples, N tokens of the unpadded micro-batch, M latent tokens 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -127,6 +127,13 @@ class PackedLayout:
         """int32 [B + 1]: cumulative sequence lengths in the joint order, from 0 to B*M + N."""
         joint = torch.tensor([0, *(length + self.latent_tokens for length in self.lengths)])
         return joint.cumsum(0).to(torch.int32).to(self.device, non_blocking=True)
+
+    def take(self, samples: Sequence[int]) -> tuple[PackedLayout, Tensor]:
+        """Return the layout of some samples, in the given order, and the places of their tokens, int64 on the host."""
+        starts = torch.tensor([0, *self.lengths]).cumsum(0)
+        taken = PackedLayout(tuple(self.lengths[sample] for sample in samples), self.latent_tokens)
+        places = starts[list(samples)][taken.sample_of_token] + taken.position
+        return taken.to(self.device), places
 
     def to(self, device: torch.device | str) -> PackedLayout:
         """Return the same layout with index tensors on `device`."""

@@ -35,6 +35,7 @@ class TextRequest:
         lengths: Number of tokens of each latent's texts. None: lengths around the median of the length head.
         template: Text to infill: only its [MASK] tokens are generated.
         prefixes: Prefix of each latent's texts, see `Sampler.generate`.
+        judged_by: The latents [n, M, C] that the texts should fit. By default `latents`.
     """
 
     latents: Tensor
@@ -43,6 +44,7 @@ class TextRequest:
     lengths: Sequence[int] | None = None
     template: Sequence[int] | None = None
     prefixes: Sequence[Sequence[int]] | None = None
+    judged_by: Tensor | None = None
 
 
 def generate_best(
@@ -87,7 +89,8 @@ def generate_best(
     if per_latent > 1:
         scores = made.log_p.view(-1, per_latent)
         if fit is not None:
-            fitted = fit(made.split(), repeated).view(-1, per_latent)
+            judges = latents if request.judged_by is None else request.judged_by
+            fitted = fit(made.split(), judges.repeat_interleave(per_latent, 0)).view(-1, per_latent)
             known = fitted.isfinite()
             scores = torch.where(known.any(1, keepdim=True), fitted.masked_fill(~known, -torch.inf), scores)
         made = _best(made, scores.masked_fill(unlikely.repeat(1, draws), -torch.inf), count)

@@ -1,7 +1,7 @@
 """Decoding of texts: which tokens a reverse step unmasks, and how a token is drawn from the network's logits.
 
-Before the first step, the host computes everything that depends on lengths and random numbers alone, for all steps, and
-copies it to the device. So it knows how many tokens each step predicts without waiting for the device.
+For ancestral decoding the host computes all steps in advance, since they depend on lengths and random numbers alone.
+Decoding by confidence reads after each step which tokens are still masked, and waits for the device.
 
 Shape letters: F tokens to generate, P tokens that a step predicts, R tokens that it masks again, V vocabulary. A row is
 an index into the F tokens.
@@ -9,6 +9,7 @@ an index into the F tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal
@@ -32,8 +33,6 @@ class AncestralDecoder:
         uniforms: float64 [steps, F] in [0, 1), on the host.
         remask: Fraction of the maximal remasking rate.
 
-    Attributes:
-        uniforms: For each step, the numbers from which its tokens are drawn, float64 [P] on the device.
     """
 
     def __init__(
@@ -52,11 +51,15 @@ class AncestralDecoder:
             # Given that a number is below the probability p of unmasking, number / p is again uniform in [0, 1).
             remainders.append(uniform[unmask] / p_unmask)
         self._unmasked, self._remasked = _copy_to(device, unmasked), _copy_to(device, remasked)
-        self.uniforms = _copy_to(device, remainders)
+        self._uniforms = _copy_to(device, remainders)
 
     def rows(self, step: int, tokens: Tensor) -> Tensor:
         """Return the rows of the tokens [F] that the network predicts in `step`, int64 [P], ascending."""
         return self._unmasked[step]
+
+    def uniforms(self, step: int, rows: Tensor) -> Tensor:
+        """Return the numbers from which the tokens of `rows` are drawn, float64 [P]."""
+        return self._uniforms[step]
 
     def update(self, step: int, tokens: Tensor, rows: Tensor, drawn: Tensor, confidence: Tensor) -> Tensor:
         """Return the tokens [F] after `step`, given the tokens `drawn` [P] for `rows` and their log probabilities."""
@@ -66,39 +69,45 @@ class AncestralDecoder:
 class ConfidenceDecoder:
     """Predicts all masked tokens and unmasks the most confident ones (MaskGIT, arXiv 2202.04200, section 3.2).
 
-    After the step to time s, round(s L) tokens of a sample of length L are masked. A step that unmasks no token of any
-    sample predicts none.
+    After the step to time s, at most round(s L) tokens of a sample of length L are masked. With `commit`, a step also
+    unmasks all tokens with a larger probability than `commit` (the threshold of Fast-dLLM, arXiv 2505.22618, section
+    3.3), and in any case one token of each sample.
 
     Args:
-        times, uniforms: See `AncestralDecoder`, whose methods and attributes it has.
+        times, uniforms: See `AncestralDecoder`, whose methods it has.
         layout: Samples of the F tokens, on the device of the tokens.
+        commit: A probability, or None to unmask no more tokens than the times ask for.
     """
 
-    def __init__(self, text: MaskedDiffusion, times: Sequence[float], uniforms: Tensor, layout: PackedLayout):
-        self._mask_id, self._layout = text.mask_id, layout
-        masked = lengths = torch.tensor(layout.lengths)
-        starts = lengths.cumsum(0) - lengths
-        unmasked, numbers = [], []
-        for uniform, s in zip(uniforms, times[1:], strict=True):
-            stay = torch.minimum(masked, (s * lengths.double()).round().long())
-            sample = torch.arange(len(lengths)).repeat_interleave(masked)
-            rank = torch.arange(len(sample)) - (masked.cumsum(0) - masked)[sample]
-            unmasked.append((rank < (masked - stay)[sample]).nonzero().squeeze(1))
-            numbers.append(uniform[(starts[sample] + rank)[: len(sample) if len(unmasked[-1]) else 0]])
-            masked = stay
-        # Of the predicted tokens, sorted by sample and confidence.
-        self._unmasked = _copy_to(layout.device, unmasked)
-        self.uniforms = _copy_to(layout.device, numbers)
+    def __init__(
+        self,
+        text: MaskedDiffusion,
+        times: Sequence[float],
+        uniforms: Tensor,
+        layout: PackedLayout,
+        commit: float | None,
+    ):
+        self._mask_id, self._times, self._layout, self._commit = text.mask_id, times, layout, commit
+        self._uniforms, self._lengths = uniforms.to(layout.device), torch.tensor(layout.lengths, device=layout.device)
 
     def rows(self, step: int, tokens: Tensor) -> Tensor:
-        # The host knows how many tokens are masked, so a sort finds them without waiting for the device.
-        return (tokens != self._mask_id).argsort(stable=True)[: len(self.uniforms[step])]
+        return (tokens == self._mask_id).nonzero().squeeze(1)
+
+    def uniforms(self, step: int, rows: Tensor) -> Tensor:
+        return self._uniforms[step, rows]
 
     def update(self, step: int, tokens: Tensor, rows: Tensor, drawn: Tensor, confidence: Tensor) -> Tensor:
+        sample = self._layout.sample_of_token[rows]
+        masked = sample.bincount(minlength=len(self._lengths))
+        surplus = masked - (self._times[step + 1] * self._lengths.double()).round().long()
+        chosen = torch.zeros_like(sample, dtype=torch.bool)
+        if self._commit is not None:
+            surplus, chosen = surplus.clamp_min(1), confidence > math.log(self._commit)
         # Magnitudes of float32 are in the order of their bits, and log probabilities are never positive.
         bits = confidence.float().abs().view(torch.int32)
-        order = ((self._layout.sample_of_token[rows] << 32) | bits).argsort(stable=True)
-        chosen = order[self._unmasked[step]]
+        order = ((sample << 32) | bits).argsort(stable=True)  # by sample, the most confident tokens first
+        rank = torch.arange(len(rows), device=rows.device) - (masked.cumsum(0) - masked)[sample]
+        chosen[order] |= rank < surplus[sample]
         return tokens.index_copy(0, rows[chosen], drawn[chosen])
 
 

@@ -43,10 +43,10 @@ class SamplingConfig:
 
     steps: int = setting(
         32,
-        "reverse steps",
+        "reverse steps. Decoding by confidence ends earlier if all tokens of a text are unmasked",
         at_least=1,
         at_most=MAX_PASSES,
-        advice="Time is proportional to the steps. Many more steps than tokens change little",
+        advice="Many more steps than tokens change little",
     )
     temperature: float | None = setting(
         None,
@@ -59,8 +59,8 @@ class SamplingConfig:
     tried_lengths: int = setting(
         5,
         "l2t without a given length: number of lengths to try, around the length head's median. The text that "
-        "fits the latent best is kept: by the latent that the encoder finds for it, or without an encoder by "
-        "its likelihood",
+        "fits the latent best is kept: by the latent that the encoder finds for it, or without an encoder the "
+        "network, or if the run did not train t2l, by its likelihood",
         at_least=1,
         at_most=MAX_PASSES,
         advice="Time is proportional to it. 1 tries the median alone",
@@ -87,6 +87,14 @@ class SamplingConfig:
         "remask is 0; otherwise ancestral",
         advice="confidence generates better texts from a latent. ancestral if samples should follow the likelihood, as "
         "in joint",
+    )
+    commit: float = setting(
+        0.97,
+        "decoding confidence, texts of given latents: a step unmasks all tokens with a probability above this, and at "
+        "least one of each text. 1: one token at a time, or more if a text has more tokens than steps",
+        above=0,
+        at_most=1,
+        advice="Lower values are faster, and make more mistakes",
     )
     remask: float = setting(
         0.0, "fraction of the maximal remasking rate. It needs decoding ancestral", at_least=0, at_most=1
@@ -224,17 +232,18 @@ class Sampler:
         Returns:
             Tokens on the host, latents [B, M, C], `log_p` [B] on the host if texts were generated, and the passes.
         """
-        model, text, latent, config = self.model, self.text, self.latent, self.config
+        text, latent, config = self.text, self.latent, self.config
         words = self.words if config.doubled_words == "avoid" else None
         device, batch = latents.device, latents.shape[0]
         is_masked = tokens == text.mask_id
         counts = tuple(int(part.sum()) for part in is_masked.split(layout.lengths))
         lengths = layout.sample_of_token[texts].bincount(minlength=batch)
         text_lengths = tuple(lengths.tolist())
+        lengths = lengths.to(device)
         # The network gets the time at which training would mask this fraction of a text. (The optimal prediction
         # depends only on which tokens are masked, not on the time: RADD, arXiv 2406.03736, theorem 1. But this network
         # was trained with matching times.)
-        fraction = (torch.tensor(counts) / lengths).to(device)
+        fraction = torch.tensor(counts, device=device) / lengths
         layout, x, texts = layout.to(device), tokens.to(device), texts.to(device)
         grid = torch.linspace(1, 0, config.steps + 1).tolist()
         # We draw noise in every mode: generated latents start from it, and it is the null condition of l2t guidance.
@@ -242,48 +251,47 @@ class Sampler:
         generates_text, generates_latent = mode != "t2l", mode != "l2t"
         z = latent.prior(noise) if generates_latent else latents
         temperature = config.resolve_temperature(mode, latents.shape[1])
+        by_confidence = generates_text and config.resolve_decoding(mode, latents.shape[1]) == "confidence"
         if generates_text:  # the reverse steps treat the masked tokens of each sample as a text
             places, masked = is_masked.nonzero().squeeze(1).to(device), PackedLayout(counts, latents.shape[1], device)
             uniforms = draw_uniform(generator, config.steps, counts)
             decoder = (
-                ConfidenceDecoder(text, grid, uniforms, masked)
-                if config.resolve_decoding(mode, latents.shape[1]) == "confidence"
+                ConfidenceDecoder(text, grid, uniforms, masked, None if generates_latent else config.commit)
+                if by_confidence
                 else AncestralDecoder(text, grid, uniforms, config.remask, device)
             )
             log_p = torch.zeros(len(places), dtype=torch.float64, device=device)
-        all_masked = x.index_fill(0, texts, text.mask_id)
-
-        def times(value: float) -> Tensor:
-            return torch.full((batch,), value, device=device)
-
+        # The null condition is t = 1 of the given modality: noise as latents, or only [MASK] as text.
+        null = noise if mode == "l2t" else x.index_fill(0, texts, text.mask_id)
         passes = 0
-        # No step waits for the device or exchanges data with it.
+        # Ancestral decoding: no step waits for the device or exchanges data with it.
         for step, (t, s) in enumerate(pairwise(grid)):
-            positions = x.new_empty(0)
+            positions, running = x.new_empty(0), None
+            t_text, t_latent = fraction, torch.full_like(fraction, t if generates_latent else 0.0)
             if generates_text:
                 # Only tokens to generate take the reverse step: the rest of a template never changes.
                 before = x[places]
                 rows = decoder.rows(step, before)
-                positions = places[rows]
-            t_text, t_latent = t * fraction if generates_text else fraction, times(t if generates_latent else 0.0)
+                positions, t_text = places[rows], t * fraction
+            if by_confidence:
+                remaining = masked.sample_of_token[rows].bincount(minlength=batch)
+                t_text = remaining / lengths
+                if not generates_latent and not self.every_step:
+                    # Finished texts leave the batch. Attention on a CPU takes texts of equal length together.
+                    running = sorted(remaining.nonzero().squeeze(1).tolist(), key=layout.lengths.__getitem__)
             drawn, confidence = positions, z.new_empty(0)  # empty, unless the network runs
             if generates_latent or len(positions) or self.every_step:  # otherwise nobody uses the prediction
-                logits, latent_pred, *_ = model(x, z, t_text, t_latent, layout, positions, None)
-                passes += batch * (1 + (config.guidance != 1))
-                # The null condition is t = 1 of the given modality: noise as latents, or only [MASK] as text.
-                if config.guidance != 1:
-                    if mode == "l2t":
-                        unconditional, *_ = model(x, noise, t_text, times(1.0), layout, positions, None)
-                        logits = unconditional + config.guidance * (logits - unconditional)
-                    else:
-                        _, unconditional, *_ = model(all_masked, z, times(1.0), t_latent, layout, positions, None)
-                        latent_pred = latent.guide(latent_pred, unconditional, times(t), config.guidance)
+                passes += (batch if running is None else len(running)) * (1 + (config.guidance != 1))
+                inputs = x, z, t_text, t_latent, layout, positions
+                logits, latent_pred = self._predict(mode, inputs, null, running)
                 if generates_latent:
-                    z = latent.reverse_step(latent_pred, z, times(t), times(s), config.latent_sampler)
+                    z = latent.reverse_step(
+                        latent_pred, z, t_latent, torch.full_like(t_latent, s), config.latent_sampler
+                    )
                 if generates_text:
                     if words is not None:
                         logits = without_neighbors(logits, x, positions, layout, words)
-                    drawn, confidence = draw_tokens(logits, decoder.uniforms[step], temperature, config.top_p)
+                    drawn, confidence = draw_tokens(logits, decoder.uniforms(step, rows), temperature, config.top_p)
                     log_p = log_p.index_copy(0, rows, confidence)  # the last value of a position is its token's
                     if words is not None:
                         confidence = hold_back_doubles(confidence, drawn, positions, layout, words)
@@ -295,6 +303,38 @@ class Sampler:
             return tokens, z, None, passes
         sums = torch.zeros(batch, dtype=torch.float64, device=device).index_add(0, masked.sample_of_token, log_p)
         return x.cpu(), z, (sums / torch.tensor(counts, device=device)).cpu(), passes
+
+    def _predict(
+        self,
+        mode: Mode,
+        inputs: tuple[Tensor, Tensor, Tensor, Tensor, PackedLayout, Tensor],
+        null: Tensor,
+        samples: Sequence[int] | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the network's logits [P, V] and latents, guided by the null condition.
+
+        Args:
+            inputs: Tokens, latents, their times, the layout, and the P positions to predict.
+            null: Latents in l2t, otherwise tokens.
+            samples: Run the network on these samples alone, in this order. All positions to predict are theirs.
+        """
+        x, z, t_text, t_latent, layout, positions = inputs
+        order: Tensor | None = None
+        if samples is not None:
+            layout, places = layout.take(samples)
+            taken, places = torch.tensor(samples, device=x.device), places.to(x.device)
+            place_of = torch.empty_like(x).index_copy(0, places, torch.arange(len(places), device=x.device))
+            positions, order = place_of[positions].sort()
+            x, z, t_text, t_latent, null = x[places], z[taken], t_text[taken], t_latent[taken], null[taken]
+        logits, latent_pred, *_ = self.model(x, z, t_text, t_latent, layout, positions, None)
+        scale = self.config.guidance
+        if scale != 1 and mode == "l2t":
+            unconditional, *_ = self.model(x, null, t_text, torch.ones_like(t_latent), layout, positions, None)
+            logits = unconditional + scale * (logits - unconditional)
+        elif scale != 1:
+            _, unconditional, *_ = self.model(null, z, torch.ones_like(t_text), t_latent, layout, positions, None)
+            latent_pred = self.latent.guide(latent_pred, unconditional, t_latent, scale)
+        return logits if order is None else torch.empty_like(logits).index_copy(0, order, logits), latent_pred
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from mmldlm.data.loader import collate
 from mmldlm.data.nearest import TextIndex, draw_samples
 from mmldlm.data.store import Split, Store
 from mmldlm.data.verify import drop_bad_samples
-from mmldlm.diffusion.candidates import TextRequest, generate_best
+from mmldlm.diffusion.candidates import Fit, TextRequest, generate_best
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.distributed.collectives import Collectives
@@ -36,6 +36,9 @@ _UNIGRAM = len(MODES)  # key of the random stream for unigram texts, above the k
 _T = TypeVar("_T")
 # The latent to condition on: the document's own one, another document's, the mean of all, or none (noise).
 Condition = Literal["own", "shuffled", "mean", "none"]
+# What chooses among texts of several lengths: the run's encoder, their likelihood, or the network's t2l, compared with
+# the text's latent or, as a control, with another document's latent.
+Chooser = Literal["encoder", "likelihood", "network", "network_shuffled"]
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,6 @@ class Evaluation:
         ids: Indices in the split of documents known to be good. By default they are drawn with `config.seed`. Then a
             split with fewer than two documents raises `DataError`.
         progress: Reports the micro-batches of this rank. By default it is silent.
-        chooses: Whether the encoder chooses among texts of several lengths. Otherwise their likelihood decides.
     """
 
     def __init__(
@@ -85,9 +87,7 @@ class Evaluation:
         processes: Collectives | None = None,
         ids: Sequence[int] | None = None,
         progress: Progress | None = None,
-        chooses: bool = False,
     ):
-        self.chooses = chooses
         self.progress = progress or Progress(enabled=False)
         self.run, self.config, self.processes = run, config, processes or Collectives()
         # If a forward pass is collective, all ranks run the same number, whatever the lengths of their texts.
@@ -172,17 +172,22 @@ class Evaluation:
     # --- generation -----------------------------------------------------------------------------------------
 
     def generate(
-        self, mode: Mode, condition: Condition, count: int, sampling: SamplingConfig, own_length: bool = False
+        self,
+        mode: Mode,
+        condition: Condition,
+        count: int,
+        sampling: SamplingConfig,
+        chooser: Chooser | None = None,
     ) -> GeneratedSamples:
         """Generate latents and tokens for the first `count` documents (collective).
 
-        Texts get the documents' lengths. With `own_length` (only in l2t), the network finds the lengths, as in `mmldlm
-        sample`, and with `self.chooses` the encoder chooses among the texts.
+        Texts get the documents' lengths. With a `chooser` (only in l2t), the network finds the lengths, as in `mmldlm
+        sample`.
         """
         if mode == "joint":  # without a condition there is nothing to guide to
             sampling = replace(sampling, guidance=1.0)
         latents = self.given_latents(condition)
-        return self._generate(mode, self.tokens[:count], self.prefixes, latents, sampling, own_length)
+        return self._generate(mode, self.tokens[:count], self.prefixes, latents, sampling, chooser)
 
     def generate_latents(
         self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig, prefixes: Sequence[Sequence[int]] | None = None
@@ -199,22 +204,26 @@ class Evaluation:
         prefixes: Sequence[Sequence[int]],
         given_latents: np.ndarray,
         sampling: SamplingConfig,
-        own_length: bool = False,
+        chooser: Chooser | None = None,
     ) -> GeneratedSamples:
         """Generate from latents. In t2l, `given_tokens` are the texts. Otherwise their lengths are used."""
         run, count, text = self.run, len(given_tokens), self.run.objective.text
         lengths = np.array([len(tokens) for tokens in given_tokens])
         latents = np.zeros((count, *self.raw_latents.shape[1:]))
         # float64 represents every token id and length exactly, so one sum over the ranks can merge them.
-        longest = run.store.manifest.max_length if own_length else lengths.max()
+        longest = run.store.manifest.max_length if chooser else lengths.max()
         texts, passes = np.zeros((count, 1 + longest)), 0.0
         sampler = run.sampler(sampling, every_step=self._every_step)
-        fit = run.fit(sampling.search) if own_length and self.chooses else None
+        fit: Fit | None = None
+        if chooser not in (None, "likelihood"):
+            fit = run.fit(sampling) if chooser == "encoder" else run.fit_by_network(sampling, self._every_step)
+        other = torch.from_numpy(self.latents["shuffled"]) if chooser == "network_shuffled" else None
         for counted, slots in self._track(self._local_slots(lengths)):
             streams, rows = SampleStreams(self.config.seed, MODES.index(mode), torch.from_numpy(slots)), slots.tolist()
             given, heads = torch.from_numpy(given_latents[slots]), [prefixes[row] for row in rows]
-            if own_length:
-                request = TextRequest(given.to(run.device), run.store.manifest.max_length, prefixes=heads)
+            if chooser:
+                judges = None if other is None else other[slots].to(run.device)
+                request = TextRequest(given.to(run.device), longest, prefixes=heads, judged_by=judges)
                 generation = generate_best(sampler, streams, request, fit)
             else:
                 own = [given_tokens[row] if mode == "t2l" else [text.mask_id] * len(given_tokens[row]) for row in rows]

@@ -126,6 +126,8 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
 
     A suffix says that other texts were measured: `_true_length` with the document's length, `_shuffled` from another
     document's latent, `_mean_latent` from the mean latent, `_unigram` drawn by token frequency, `_true` the references.
+    `_by_network` are texts chosen by the network's t2l, as where no encoder is at hand, and `_by_network_shuffled` is
+    their control: the choice compares with another document's latent.
     """
     count = evaluation.num_texts
     reference_tokens = evaluation.tokens[:count]
@@ -149,7 +151,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
         evaluation.progress.phase(f"texts from latents, latent {condition}")
         # Baselines try only the median length: choosing among useless texts is not worth the time.
         tried = sampling if condition == "own" else replace(sampling, tried_lengths=1, search=None)
-        made = evaluation.generate("l2t", condition, count, tried, own_length=True)
+        made = evaluation.generate("l2t", condition, count, tried, "encoder")
         generated = made.tokens
         texts = add(suffix, generated)
         if condition == "own":
@@ -162,6 +164,10 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
                 {**row, "texts": int(inside.sum()), **share_with_interval("exact_match", exact[inside])}
                 for row, inside in length_buckets(evaluation.lengths[:count])
             ]
+    if evaluation.run.encodes:
+        evaluation.progress.phase("texts from latents, chosen by the network")
+        add("_by_network", evaluation.generate("l2t", "own", count, sampling, "network").tokens)
+        add("_by_network_shuffled", evaluation.generate("l2t", "own", count, sampling, "network_shuffled").tokens)
     evaluation.progress.phase("texts from latents, at the documents' lengths")
     add("_true_length", evaluation.generate("l2t", "own", count, sampling).tokens)
     evaluation.progress.phase("texts from token frequencies")

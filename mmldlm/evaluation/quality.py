@@ -43,7 +43,7 @@ def _l2t(evaluation: Evaluation) -> dict[str, Any]:
     references = evaluation.decode(evaluation.tokens)
     metrics: dict[str, Any] = {}
     sampling = replace(evaluation.run.config.sampling, tried_lengths=1)  # each further length would multiply the passes
-    generated = evaluation.generate("l2t", "own", len(references), sampling, own_length=True).tokens
+    generated = evaluation.generate("l2t", "own", len(references), sampling, "likelihood").tokens
     for suffix, tokens in (("", generated), ("_unigram", evaluation.unigram_tokens(len(references)))):
         compared = tokens, evaluation.decode(tokens), evaluation.tokens, references
         measured = reference_metrics(*compared, evaluation.run.config.evaluation.bleu_tokenize)

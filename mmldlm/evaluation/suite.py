@@ -76,7 +76,7 @@ def evaluate(
     with processes.raise_on_all_ranks("opening of the inputs"):
         progress = progress or Progress(enabled=False)
         progress.phase("opening documents and encoder")
-        evaluation = Evaluation(run, config, processes, progress=progress, chooses=True)
+        evaluation = Evaluation(run, config, processes, progress=progress)
         # Load these and tokenize the sentences now, so that errors come before all generations.
         _ = run.encoder, evaluation.given_latents("mean")
         pairs = read_pairs(sts) if sts else []

@@ -29,7 +29,14 @@ _MEMORIZATION: list[Row] = [
     ("similarity to training text", "training_similarity", {"held-out": "_true"}),
     ("copies of training texts", "training_copies", {"held-out": "_true"}),
 ]
-_OWN_LENGTH = {"true length": "_true_length", "shuffled": "_shuffled", "mean": "_mean_latent", "unigram": "_unigram"}
+_BY_NETWORK = {"by network": "_by_network", "by network, shuffled": "_by_network_shuffled"}
+_OWN_LENGTH = {
+    "true length": "_true_length",
+    **_BY_NETWORK,
+    "shuffled": "_shuffled",
+    "mean": "_mean_latent",
+    "unigram": "_unigram",
+}
 _OTHERS = {"shuffled": "_shuffled", "mean": "_mean_latent", "unigram": "_unigram"}
 _L2T: list[Row] = [
     ("bits per token given the latent", "bits_per_token", {**_OTHERS, "bag of words": "_bag_of_words"}),

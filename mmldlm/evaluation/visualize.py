@@ -106,7 +106,7 @@ def text_samples(run: LoadedRun, processes: Collectives, data: FigureData | None
     if "l2t" in config.trained_modes:
         evaluation = _evaluation(run, count, processes)
         sampling = replace(_cap_steps(config.sampling, int(evaluation.lengths.max())), tried_lengths=1)
-        tokens = evaluation.generate("l2t", "own", len(evaluation.ids), sampling, own_length=True).tokens
+        tokens = evaluation.generate("l2t", "own", len(evaluation.ids), sampling, "likelihood").tokens
         pairs = zip(evaluation.decode(evaluation.tokens), evaluation.decode(tokens), strict=True)
         tables["samples/l2t"] = [{"reference": reference, "generation": text} for reference, text in pairs]
     if data is not None and data.joint_latents is not None:

@@ -89,7 +89,7 @@ def sample(
         start = [[*head, *[manifest.mask_id] * number] for head, number in zip(each, drawn, strict=True)]
         return generate_and_decode(run, mode, config, generator, latents, start)
     request = TextRequest(latents.to(run.device), manifest.max_length, count, lengths or None, template, heads)
-    return decoded(run, generate_best(run.sampler(config), generator, request, run.fit(config.search)))
+    return decoded(run, generate_best(run.sampler(config), generator, request, run.fit(config)))
 
 
 def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:

@@ -30,6 +30,7 @@ from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.candidates import Fit
+from mmldlm.diffusion.noise import MODES, SampleStreams
 from mmldlm.diffusion.objective import Network, Objective
 from mmldlm.diffusion.sampling import Sampler, SamplingConfig
 from mmldlm.errors import ConfigError, DataError, MmldlmError, UsageError
@@ -88,8 +89,14 @@ class LoadedRun:
         try:
             return self.encoder
         except MmldlmError as error:
-            print(printable(f"texts are chosen by their likelihood, without the encoder: {error}"), file=sys.stderr)
+            by = "the network's own t2l" if self.encodes else "their likelihood"
+            print(printable(f"texts are chosen by {by}, without the encoder: {error}"), file=sys.stderr)
             return None
+
+    @property
+    def encodes(self) -> bool:
+        """Whether the network finds the latent of a text, without a prefix, in one pass or more (t2l)."""
+        return "t2l" in self.config.trained_modes and not self.store.manifest.has_prefixes
 
     def sampler(self, config: SamplingConfig, every_step: bool = False) -> Sampler:
         """Return a sampler of the network."""
@@ -97,28 +104,51 @@ class LoadedRun:
             self.model, self.objective.text, self.objective.latent, config, self.words, every_step=every_step
         )
 
-    def fit(self, search: int | None) -> Fit:
+    def fit(self, config: SamplingConfig) -> Fit:
         """Return a function that compares texts with latents: the cosine of the text's latent by the run's encoder.
 
-        The function loads the encoder when it is first called. If the encoder cannot be loaded, all fits are NaN.
-
-        Args:
-            search: `SamplingConfig.search`.
+        The function loads the encoder when it is first called. If the encoder cannot be loaded, the network finds the
+        latents of the texts, or if it does not do t2l, all fits are NaN.
 
         Raises:
-            UsageError: `search` is set, but the encoder cannot be loaded.
+            UsageError: `config.search` is set, but the encoder cannot be loaded.
         """
-        if search and self.chooser is None:
-            raise UsageError(f"sampling.search: expected a run whose encoder can be loaded, found {search}")
+        if config.search and self.chooser is None:
+            raise UsageError(f"sampling.search: expected a run whose encoder can be loaded, found {config.search}")
 
         def fit(tokens: list[list[int]], latents: Tensor) -> Tensor:
-            if self.chooser is None:
-                return torch.full((len(tokens),), torch.nan)
-            encoded = torch.from_numpy(self.chooser.encode(self.tokenizer.decode_batch(tokens)))
-            given = torch.from_numpy(self.store.restore(latents.cpu().numpy()))
-            return torch.cosine_similarity(encoded.double(), given.double(), dim=-1).mean(-1)
+            if self.chooser is not None:
+                encoded = torch.from_numpy(self.chooser.encode(self.tokenizer.decode_batch(tokens)))
+                return self._agreement(encoded, latents)
+            if self.encodes:
+                return self.fit_by_network(config)(tokens, latents)
+            return torch.full((len(tokens),), torch.nan)
 
         return fit
+
+    def fit_by_network(self, config: SamplingConfig, every_step: bool = False) -> Fit:
+        """Return a function like `fit`, which finds the latents of texts by the network alone.
+
+        Args:
+            every_step: See `Sampler`.
+        """
+
+        def fit(tokens: list[list[int]], latents: Tensor) -> Tensor:
+            order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))  # see `_grouped_sdpa`
+            # All texts start from the same noise, so a fit does not depend on the other texts.
+            streams = SampleStreams(0, MODES.index("t2l"), torch.zeros(len(tokens), dtype=torch.int64))
+            made = self.sampler(config, every_step).generate(
+                "t2l", streams, latents[order], [tokens[row] for row in order]
+            )
+            found = torch.empty_like(made.latents).index_copy(0, torch.tensor(order), made.latents)
+            return self._agreement(torch.from_numpy(self.store.restore(found.numpy())), latents)
+
+        return fit
+
+    def _agreement(self, found: Tensor, latents: Tensor) -> Tensor:
+        """Return the cosine [B] of latents on the encoder's scale and standardized ones, averaged over their tokens."""
+        given = torch.from_numpy(self.store.restore(latents.cpu().numpy()))
+        return torch.cosine_similarity(found.double(), given.double(), dim=-1).mean(-1)
 
     def __str__(self) -> str:
         return f"step {self.step}, {WEIGHTS_LABELS[self.weights]}"

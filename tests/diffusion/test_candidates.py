@@ -73,7 +73,7 @@ def test_lengths_are_around_the_median_and_possible() -> None:
     assert lengths_around(torch.tensor([2]), 5, 3).tolist() == [[2, 1, 3]]
     network = Network(random_logits())
     best(SamplingConfig(tried_lengths=3), network)
-    assert network.passes[1] == (5, 4, 6) * 3
+    assert network.passes[1] == (4,) * 3 + (5,) * 3 + (6,) * 3
     best(SamplingConfig(tried_lengths=1), network := Network(random_logits()))
     assert network.passes[1] == (5,) * 3
 

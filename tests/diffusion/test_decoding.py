@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -17,7 +19,7 @@ from mmldlm.batch import PackedLayout
 from mmldlm.diffusion.decoding import AncestralDecoder, ConfidenceDecoder, draw_tokens, token_probabilities
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import Mode, SampleStreams
-from mmldlm.diffusion.sampling import Sampler, SamplingConfig
+from mmldlm.diffusion.sampling import Generation, Sampler, SamplingConfig
 from mmldlm.model.attention import Backend
 from mmldlm.model.heads import MASKED_LOGIT
 from mmldlm.model.mmdit import DataShape, MMDiT, ModelConfig
@@ -102,8 +104,10 @@ def test_numbers_of_unmasked_tokens_stay_uniform(remask: float) -> None:
     times = torch.linspace(1, 0, 5).tolist()
     decoder = AncestralDecoder(TEXT, times, uniforms(4, 50_000), remask, torch.device("cpu"))
     logits = torch.randn(WORDS, generator=seeded())
-    for step, numbers in enumerate(decoder.uniforms):
-        assert len(numbers) == len(decoder.rows(step, torch.empty(0)))
+    for step in range(4):
+        rows = decoder.rows(step, torch.empty(0))
+        numbers = decoder.uniforms(step, rows)
+        assert len(numbers) == len(rows)
         ordered = numbers.sort().values
         deviation = (ordered - torch.linspace(0, 1, len(ordered), dtype=torch.float64)).abs().max()
         assert deviation < 2.2 * len(ordered) ** -0.5 and ordered[-1] < 1  # Kolmogorov-Smirnov, p = 1e-4
@@ -111,49 +115,65 @@ def test_numbers_of_unmasked_tokens_stay_uniform(remask: float) -> None:
         assert_follows(drawn, logits.double().softmax(0))
 
 
-def plain_confidence_step(tokens: Tensor, drawn: Tensor, confidence: Tensor, s: float, lengths: list[int]) -> Tensor:
-    """MaskGIT, one sample after the other; ties by position."""
+def plain_confidence_step(
+    tokens: Tensor, drawn: Tensor, confidence: Tensor, s: float, lengths: list[int], commit: float | None
+) -> Tensor:
+    """MaskGIT with a threshold, one sample after the other; ties by position."""
     result = tokens.clone()
     for rows in torch.arange(len(tokens)).split(lengths):
         masked = [int(row) for row in rows if tokens[row] == MASK]
-        count = max(0, len(masked) - round(s * len(rows)))
-        for row in sorted(masked, key=lambda row: -float(confidence[row]))[:count]:
+        count = max(0 if commit is None else 1, len(masked) - round(s * len(rows)))
+        certain = [row for row in masked if commit is not None and math.exp(confidence[row]) > commit]
+        for row in [*sorted(masked, key=lambda row: -float(confidence[row]))[:count], *certain]:
             result[row] = drawn[row]
     return result
 
 
-def test_confidence_unmasks_as_the_formula_says() -> None:
+@pytest.mark.parametrize("commit", [None, 0.3, 0.9, 1.0])
+def test_confidence_unmasks_as_the_formula_says(commit: float | None) -> None:
     lengths, steps = [7, 1, 30, 2, 16], 11
     layout, generator = PackedLayout(tuple(lengths), 1), seeded()
-    times = torch.linspace(1, 0, steps + 1).tolist()
-    decoder = ConfidenceDecoder(TEXT, times, uniforms(steps, sum(lengths)), layout)
+    times, numbers = torch.linspace(1, 0, steps + 1).tolist(), uniforms(steps, sum(lengths))
+    decoder = ConfidenceDecoder(TEXT, times, numbers, layout, commit)
     tokens = torch.full((sum(lengths),), MASK)
     for step, (_, s) in enumerate(pairwise(times)):
         drawn = torch.randint(0, WORDS, tokens.shape, generator=generator)
         # Many ties, and certain tokens, whose log probability is 0 of either sign.
         confidence = torch.randint(-3, 1, tokens.shape, generator=generator) * 0.7
         rows = decoder.rows(step, tokens)
-        expected = plain_confidence_step(tokens, drawn, confidence, s, lengths)
-        if len(rows):
-            assert torch.equal(rows, (tokens == MASK).nonzero().squeeze(1))
-        assert len(decoder.uniforms[step]) == len(rows)
+        expected = plain_confidence_step(tokens, drawn, confidence, s, lengths, commit)
+        assert torch.equal(rows, (tokens == MASK).nonzero().squeeze(1))
+        assert torch.equal(decoder.uniforms(step, rows), numbers[step, rows])
         tokens = decoder.update(step, tokens, rows, drawn[rows], confidence[rows])
         assert torch.equal(tokens, expected)
     assert not (tokens == MASK).any()
 
 
-def test_no_forward_pass_in_steps_that_unmask_nothing() -> None:
-    lengths, asked = (3, 2), []
+@pytest.mark.setting("sampling.commit")
+def test_finished_texts_take_no_more_passes() -> None:
+    """A network that is sure of the second text alone: that one takes one pass, and the others one per token."""
+    asked: list[tuple[int, ...]] = []
 
     def model(tokens: Tensor, latents: Tensor, t_text: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        asked.append(float(t_text[0]))
-        return torch.zeros(len(rest[2]), WORDS), latents
+        layout, positions = rest[1], rest[2]
+        asked.append(layout.lengths)
+        masked = layout.sample_of_token[tokens == MASK].bincount(minlength=layout.num_samples)
+        assert torch.equal(t_text, masked / torch.tensor(layout.lengths))
+        sure = latents[layout.sample_of_token[positions], 0, 0] == 1
+        return 30.0 * sure[:, None] * F.one_hot(layout.position[positions], WORDS), latents
 
-    config = SamplingConfig(steps=32, decoding="confidence")
-    made = Sampler(model, TEXT, LATENT, config).generate("l2t", seeded(), torch.zeros(2, 1, 16), blanks(lengths))  # type: ignore[arg-type]
+    def generated(**settings: Any) -> Generation:
+        asked.clear()
+        config = SamplingConfig(32, decoding="confidence", **settings)
+        latents = torch.tensor([0.0, 1.0, 0.0])[:, None, None].expand(-1, 1, 16)
+        return Sampler(model, TEXT, LATENT, config).generate("l2t", seeded(), latents, blanks((3, 5, 2)))  # type: ignore[arg-type]
+
+    made = generated()
     assert not (made.tokens == MASK).any()
-    # After the step to s, round(3 s) and round(2 s) are masked: both numbers change at four different s.
-    assert len(asked) == 5
+    assert asked == [(2, 3, 5), (2, 3), (3,)] and made.passes == 6
+    slow = generated(commit=1.0)
+    assert slow.passes == 3 + 5 + 2 and slow.split()[1] == made.split()[1]
+    assert generated(commit=1e-9).passes == 3, "every token is above a threshold of nearly 0"
 
 
 # --- whole generations ----------------------------------------------------------------------------------
@@ -176,6 +196,7 @@ CONFIGS = [
     SamplingConfig(steps=6, decoding="confidence", temperature=0.7, top_p=0.9),
     SamplingConfig(steps=9, decoding="ancestral", remask=0.8, temperature=1.5),
 ]
+ANCESTRAL = [config for config in CONFIGS if config.decoding == "ancestral"]
 
 
 def texts_of(slots: list[int], mode: Mode, config: SamplingConfig, seed: int = 3) -> dict[int, list[int]]:
@@ -214,8 +235,8 @@ class Finished(Exception):
 
 @pytest.mark.parametrize("backend", ["sdpa", "varlen"])
 @pytest.mark.parametrize("mode", ["l2t", "joint"])
-@pytest.mark.parametrize("config", [*CONFIGS, SamplingConfig(steps=6, temperature=0.0)], ids=str)
-def test_no_step_waits_for_the_device(
+@pytest.mark.parametrize("config", [*ANCESTRAL, SamplingConfig(6, 0.0, decoding="ancestral")], ids=str)
+def test_no_ancestral_step_waits_for_the_device(
     config: SamplingConfig, mode: Mode, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The meta device has no values: whatever reads one on the host raises. And no step copies to it or from it."""
@@ -241,8 +262,8 @@ def test_no_step_waits_for_the_device(
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_no_step_synchronizes_a_gpu(config: SamplingConfig) -> None:
+@pytest.mark.parametrize("config", ANCESTRAL, ids=str)
+def test_no_ancestral_step_synchronizes_a_gpu(config: SamplingConfig) -> None:
     model = MMDiT(ModelConfig(depth=1, width=32, num_heads=2), DataShape(VOCAB, MASK, PAD, 40, 1, 16))
     initialize(model).eval().to("cuda")
 

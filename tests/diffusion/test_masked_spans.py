@@ -33,13 +33,15 @@ CONFIGS = [
 
 
 class Guesser:
-    """Knows nothing: any token is as likely. Writes down what it was asked."""
+    """Knows nothing: any token is as likely. Writes down what it was asked, and about which texts."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.asked: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[int]]] = []
+        self.pairs = PerfectDenoiser(PAIRS, LATENT)
 
     def __call__(self, tokens, latents, t_text, t_latent, layout, positions, targets=None):  # type: ignore[no-untyped-def]
-        self.asked.append((tokens.clone(), t_text.clone(), positions.clone()))
+        samples = self.pairs.find(layout, latents).sample_ids.tolist()
+        self.asked.append((tokens.clone(), t_text.clone(), positions.clone(), samples))
         logits = torch.zeros(len(positions), VOCAB)
         logits[:, WORDS:] = -torch.inf
         return logits, latents, torch.zeros(len(latents), 40)
@@ -55,9 +57,12 @@ def written(model: object, config: SamplingConfig, kept: torch.Tensor = KEPT, **
 def test_unmasked_tokens_stay_clean_at_every_step(config: SamplingConfig) -> None:
     model, steps = Guesser(), []
     made = written(model, config, on_step=lambda tokens, _, t: steps.append((t, tokens.clone())))
-    for tokens, _, positions in model.asked:
-        assert torch.equal(tokens[OUTSIDE], PAIRS.tokens[OUTSIDE])
-        assert not OUTSIDE[positions].any()
+    for tokens, _, positions, samples in model.asked:
+        outside, truth = (
+            torch.cat([whole.split(PAIRS.lengths)[sample] for sample in samples]) for whole in (OUTSIDE, PAIRS.tokens)
+        )
+        assert torch.equal(tokens[outside], truth[outside])
+        assert not outside[positions].any()
     assert len(steps) == 1 + config.steps and steps[0][0] == 1 and steps[-1][0] == 0
     for _, tokens in steps:
         assert torch.equal(tokens[OUTSIDE], PAIRS.tokens[OUTSIDE])
@@ -74,30 +79,35 @@ def test_only_masked_positions_are_predicted() -> None:
     """`ancestral` predicts each token once, when it is unmasked; `confidence` all masked tokens in every step."""
     model, steps, ancestral = Guesser(), [], SamplingConfig(steps=8, decoding="ancestral")
     written(model, ancestral, on_step=lambda tokens, *_: steps.append(tokens.clone()))
-    for (_, _, positions), (before, after) in zip(model.asked, pairwise(steps), strict=True):
+    for (_, _, positions, _), (before, after) in zip(model.asked, pairwise(steps), strict=True):
         assert torch.equal(positions, ((before == MASK) & (after != MASK)).nonzero().squeeze(1))
-    assert torch.equal(torch.cat([positions for *_, positions in model.asked]).sort().values, BLANKS)
+    assert torch.equal(torch.cat([positions for _, _, positions, _ in model.asked]).sort().values, BLANKS)
     model = Guesser()
     written(model, SamplingConfig(steps=8, decoding="confidence"))
-    for tokens, _, positions in model.asked:
+    for tokens, _, positions, _ in model.asked:
         assert torch.equal(positions, (tokens == MASK).nonzero().squeeze(1))
 
 
 def test_time_matches_the_number_of_masks() -> None:
     model = Guesser()
     written(model, SamplingConfig(steps=5, decoding="confidence"))
-    shares = torch.tensor(SIZES) / torch.tensor(PAIRS.lengths)
-    for (_, t_text, _), t in zip(model.asked, (1.0, 0.8, 0.6, 0.4, 0.2), strict=True):
-        torch.testing.assert_close(t_text, t * shares)
+    for tokens, t_text, _, samples in model.asked:
+        lengths = [PAIRS.lengths[sample] for sample in samples]
+        shares = [float((part == MASK).float().mean()) for part in tokens.split(lengths)]
+        torch.testing.assert_close(t_text, torch.tensor(shares))
+    assert torch.equal(model.asked[0][1], torch.tensor(SIZES) / torch.tensor(PAIRS.lengths))
 
 
 def test_most_confident_tokens_are_unmasked_first() -> None:
     steps: list[torch.Tensor] = []
+    before: list[float] = []
     config = SamplingConfig(steps=5, decoding="confidence")
     written(Guesser(), config, on_step=lambda tokens, *_: steps.append(tokens.clone()))
     for tokens, s in zip(steps, (1.0, 0.8, 0.6, 0.4, 0.2, 0.0), strict=True):
         masks = [int((part == MASK).sum()) for part in tokens.split(PAIRS.lengths)]
-        assert masks == [round(s * size) for size in SIZES]
+        # One token of each text at least, whatever the time.
+        assert masks == [min(round(s * size), max(0, size - len(before))) for size in SIZES]
+        before.append(s)
 
 
 def test_context_determines_the_generated_tokens() -> None:

@@ -80,12 +80,13 @@ class PerfectDenoiser:
     """`MMDiT.forward`, knowing the pairs: certain of every token and length, right about every latent.
 
     `any_magnitude` scales each latent prediction by a random positive number: a network trained by cosine
-    learns directions only.
+    learns directions only. Finished texts leave a batch, so the denoiser finds its samples by their latents.
     """
 
     def __init__(self, pairs: Batch, latent: GaussianDiffusion, any_magnitude: bool = False):
         self.pairs, self.latent = pairs, latent
         self.generator = torch.Generator().manual_seed(0) if any_magnitude else None
+        self._rows = list(range(len(pairs.lengths)))
 
     def __call__(
         self,
@@ -97,14 +98,26 @@ class PerfectDenoiser:
         positions: Tensor,
         targets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert layout.lengths == self.pairs.lengths
-        x0, t = self.pairs.latents, per_sample(t_latent, noised_latents)
+        pairs = self.find(layout, noised_latents)
+        x0, t = pairs.latents, per_sample(t_latent, noised_latents)
         alpha, sigma = self.latent.noise_schedule.alpha(t), self.latent.noise_schedule.sigma(t)
         epsilon = (noised_latents - alpha * x0) / sigma.clamp_min(SIGMA_MIN)
         latent = self.latent.target(x0, epsilon, t_latent)
         if self.generator is not None:
             latent = latent * (3 * torch.randn(*latent.shape[:-1], 1, generator=self.generator)).exp()
-        logits = 100.0 * F.one_hot(self.pairs.tokens[positions], VOCAB).float()
+        logits = 100.0 * F.one_hot(pairs.tokens[positions], VOCAB).float()
         text = logits if targets is None else F.cross_entropy(logits, targets, reduction="none")
         lengths = torch.tensor(layout.lengths)
         return text, latent, 100.0 * F.one_hot(lengths - 1, int(lengths.max())).float()
+
+    def find(self, layout: PackedLayout, latents: Tensor) -> Batch:
+        """Return the pairs of a batch. The null condition of guidance has noise as latents, and follows its batch."""
+        if layout.lengths == self.pairs.lengths:
+            return self.pairs
+        cosines = F.normalize(latents.flatten(1), dim=-1) @ F.normalize(self.pairs.latents.flatten(1), dim=-1).T
+        best = cosines.abs().max(1)
+        if bool((best.values > 0.99).all()):
+            self._rows = best.indices.tolist()
+        pairs = select(self.pairs, self._rows)
+        assert layout.lengths == pairs.lengths
+        return pairs

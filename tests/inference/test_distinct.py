@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from mmldlm.data.store import Store
 from mmldlm.diffusion.sampling import SamplingConfig
@@ -72,6 +73,23 @@ def test_a_search_finds_texts_that_fit_better(short_run: LoadedRun) -> None:
     assert found[3] == shown(short_run, 1, temperature=1.0, tried_lengths=3)
     less, more = (fits(short_run, found[budget]) for budget in found)
     assert (more >= less - 1e-6).all() and more.mean() > less.mean() + 0.02
+
+
+def test_without_the_encoder_the_network_chooses(
+    short_run: LoadedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first text of several is the one whose latent by the network is nearest to the given latent."""
+    latents = encode_texts(short_run, TEXTS)
+    shutil.copytree(short_run.store.path, tmp_path / "store")
+    run = replace(short_run, store=Store.open(tmp_path / "store"))
+    shutil.rmtree(tmp_path / "store" / "encoder")
+    sampling = replace(run.config.sampling, temperature=2.0)
+    made, texts = sample(run, "l2t", sampling, 0, latents, count=4)
+    assert "t2l" in capsys.readouterr().err
+    assert len(set(texts[:4])) == 4
+    given = torch.from_numpy(run.store.standardize(latents)).repeat_interleave(4, 0)
+    fits = run.fit_by_network(sampling)(made.split(), given).view(2, 4)
+    assert (fits.diff() <= 1e-6).all() and fits.std() > 1e-3
 
 
 def test_a_search_needs_the_encoder(short_run: LoadedRun, tmp_path: Path) -> None:

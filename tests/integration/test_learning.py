@@ -21,7 +21,7 @@ from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.evaluation.quality import quality
-from mmldlm.loading.load import load_run
+from mmldlm.loading.load import LoadedRun, load_run
 from mmldlm.model.mmdit import MMDiT
 from mmldlm.train import train
 from tests.helpers.metrics import read_metrics
@@ -100,10 +100,23 @@ def test_learning_gate_passes_and_detects_random_decoding(store: Path, tmp_path:
     assert not missed(measured), measured
 
     run = load_run(tmp_path / "run")
+    check_fit_by_network(run)
     at_random = replace(run.config.sampling, temperature=1e6)  # all tokens are equally likely
     run = replace(run, config=replace(run.config, sampling=at_random))
     result = quality(run, range(100), Collectives())
     assert missed({name: result[f"quality/{name}"] for name in BARS}) == {"l2t_token_accuracy"}
+
+
+def check_fit_by_network(run: LoadedRun) -> None:
+    """The network tells a text from the same text with a word dropped, and each text by itself."""
+    _, texts, raw = run.store.split("validation").samples(np.arange(100))
+    tokens, latents = [text.tolist() for text in texts], torch.from_numpy(run.store.standardize(raw))
+    fit = run.fit_by_network(run.config.sampling)
+    whole, cut = fit(tokens, latents), fit([[*text[:1], *text[2:]] for text in tokens], latents)
+    assert (whole > cut).double().mean() > 0.95
+    others = fit(tokens, latents.roll(1, 0))
+    assert (whole > others).double().mean() > 0.95
+    torch.testing.assert_close(fit(tokens[7:9], latents[7:9]), whole[7:9], rtol=0, atol=1e-5)
 
 
 class WithSkip(MMDiT):
