@@ -3,7 +3,7 @@
 The length head decides how long a text is, and a text of the wrong length is wrong: it has a word too many or too few.
 So we try all lengths around the head's median.
 
-Shape letters: n latents, J candidates of each, B = n J candidates in all, M latent tokens of a sample, C latent
+Shape letters: n latents, B candidates of all latents, M latent tokens of a sample, C latent
 channels, V vocabulary.
 """
 
@@ -19,7 +19,7 @@ from mmldlm.diffusion.noise import RandomSource, SampleStreams
 from mmldlm.diffusion.sampling import Generation, Sampler, length_probabilities, median_lengths
 from mmldlm.diffusion.search import search
 
-UNLIKELY = 0.01  # a length below this share of the most likely length's probability is kept only if all others are gone
+UNLIKELY = 0.01  # a length below this share of the most likely length's probability is tried only for several texts
 # Returns how well each of B texts, given as tokens, fits its latent [B, M, C]: float64 [B], NaN if it cannot tell.
 Fit = Callable[[list[list[int]], Tensor], Tensor]
 
@@ -77,23 +77,30 @@ def generate_best(
     if tried.shape[1] < config.tried_lengths and count > 1:
         draws = -(-count * config.tried_lengths // tried.shape[1])  # as many candidates where there are fewer lengths
     per_latent = draws * tried.shape[1]
-    streams = generator.repeat(per_latent) if isinstance(generator, SampleStreams) else generator
-    repeated = latents.repeat_interleave(per_latent, 0)
+    unlikely = unlikely.repeat(1, draws).flatten()
+    # Several texts of a latent may need the unlikely lengths, to be different.
+    rows = (torch.ones_like(unlikely) if count > 1 else ~unlikely).nonzero().squeeze(1)
+    each_length = tried.repeat(1, draws).flatten()
+    rows = rows[each_length[rows].argsort(stable=True)]  # attention on a CPU takes texts of equal length together
+    owners = rows // per_latent
+    streams: RandomSource = generator
+    if isinstance(generator, SampleStreams):
+        streams = generator.repeat(per_latent).take(rows.tolist())
     prefixes = request.prefixes or [()] * len(latents)
     start = [
-        [*prefix, *(request.template or [mask_id] * length)]
-        for prefix, each in zip(prefixes, tried.repeat(1, draws).tolist(), strict=True)
-        for length in each
+        [*prefixes[owner], *(request.template or [mask_id] * length)]
+        for owner, length in zip(owners.tolist(), each_length[rows].tolist(), strict=True)
     ]
-    made = sampler.generate("l2t", streams, repeated, start)
+    made = sampler.generate("l2t", streams, latents[owners.to(latents.device)], start)
     if per_latent > 1:
-        scores = made.log_p.view(-1, per_latent)
+        scores = made.log_p
         if fit is not None:
             judges = latents if request.judged_by is None else request.judged_by
-            fitted = fit(made.split(), judges.repeat_interleave(per_latent, 0)).view(-1, per_latent)
+            fitted = fit(made.split(), judges[owners.to(latents.device)])
             known = fitted.isfinite()
-            scores = torch.where(known.any(1, keepdim=True), fitted.masked_fill(~known, -torch.inf), scores)
-        made = _best(made, scores.masked_fill(unlikely.repeat(1, draws), -torch.inf), count)
+            judged = torch.zeros(len(latents)).index_add(0, owners, known.float()) > 0
+            scores = torch.where(judged[owners], fitted.masked_fill(~known, -torch.inf), scores)
+        made = _best(made, owners, scores.masked_fill(unlikely[rows], -torch.inf), count)
     budget = (config.search or 0) - per_latent
     if fit is None or count > 1 or lengths is not None or budget <= 0:
         return made
@@ -123,17 +130,20 @@ def generate_best(
     return Generation(tokens, tuple(map(len, found)), made.latents, log_p, passes)
 
 
-def _best(made: Generation, scores: Tensor, count: int) -> Generation:
-    """Return the `count` texts of each latent with the best `scores` [n, J], different ones first."""
-    tokens, per_latent = made.split(), scores.shape[1]
+def _best(made: Generation, owners: Tensor, scores: Tensor, count: int) -> Generation:
+    """Return the `count` texts of each latent with the best `scores` [B], different ones first.
+
+    Args:
+        owners: int64 [B]: the latent of each text. Each of the n latents has texts.
+    """
+    tokens, order = made.split(), scores.argsort(descending=True, stable=True)
     kept: list[int] = []
-    for number, order in enumerate(scores.argsort(descending=True, stable=True).tolist()):
-        ranked = [number * per_latent + index for index in order]
+    for ranked in order[owners[order].argsort(stable=True)].split(owners.bincount().tolist()):
         different: dict[tuple[int, ...], int] = {}
-        for index in ranked:
+        for index in ranked.tolist():
             different.setdefault(tuple(tokens[index]), index)
         best = list(different.values())
-        kept += [*best, *(index for index in ranked if index not in best)][:count]
+        kept += [*best, *(index for index in ranked.tolist() if index not in best)][:count]
     chosen = [tokens[index] for index in kept]
     return Generation(
         torch.tensor([token for sample in chosen for token in sample]),

@@ -277,8 +277,7 @@ class Sampler:
                 remaining = masked.sample_of_token[rows].bincount(minlength=batch)
                 t_text = remaining / lengths
                 if not generates_latent and not self.every_step:
-                    # Finished texts leave the batch. Attention on a CPU takes texts of equal length together.
-                    running = sorted(remaining.nonzero().squeeze(1).tolist(), key=layout.lengths.__getitem__)
+                    running = remaining.nonzero().squeeze(1).tolist()  # finished texts leave the batch
             drawn, confidence = positions, z.new_empty(0)  # empty, unless the network runs
             if generates_latent or len(positions) or self.every_step:  # otherwise nobody uses the prediction
                 passes += (batch if running is None else len(running)) * (1 + (config.guidance != 1))
@@ -316,15 +315,13 @@ class Sampler:
         Args:
             inputs: Tokens, latents, their times, the layout, and the P positions to predict.
             null: Latents in l2t, otherwise tokens.
-            samples: Run the network on these samples alone, in this order. All positions to predict are theirs.
+            samples: Run the network on these samples alone, in ascending order. All positions to predict are theirs.
         """
         x, z, t_text, t_latent, layout, positions = inputs
-        order: Tensor | None = None
-        if samples is not None:
+        if samples is not None and len(samples) < layout.num_samples:
             layout, places = layout.take(samples)
             taken, places = torch.tensor(samples, device=x.device), places.to(x.device)
-            place_of = torch.empty_like(x).index_copy(0, places, torch.arange(len(places), device=x.device))
-            positions, order = place_of[positions].sort()
+            positions = torch.empty_like(x).index_copy(0, places, torch.arange(len(places), device=x.device))[positions]
             x, z, t_text, t_latent, null = x[places], z[taken], t_text[taken], t_latent[taken], null[taken]
         logits, latent_pred, *_ = self.model(x, z, t_text, t_latent, layout, positions, None)
         scale = self.config.guidance
@@ -334,7 +331,7 @@ class Sampler:
         elif scale != 1:
             _, unconditional, *_ = self.model(null, z, torch.ones_like(t_text), t_latent, layout, positions, None)
             latent_pred = self.latent.guide(latent_pred, unconditional, t_latent, scale)
-        return logits if order is None else torch.empty_like(logits).index_copy(0, order, logits), latent_pred
+        return logits, latent_pred
 
 
 @torch.no_grad()
