@@ -137,7 +137,7 @@ def token_probabilities(logits: Tensor, temperature: float, top_p: float) -> Ten
 
 
 def without_neighbors(logits: Tensor, tokens: Tensor, positions: Tensor, layout: PackedLayout, words: Tensor) -> Tensor:
-    """Forbid, at each position, the words already standing next to it. Changes and returns logits [P, V].
+    """Forbid, at each position, the words already standing next to it. Returns logits [P, V].
 
     A network that predicts each position by itself tends to write a word twice, since it expects the word at both
     places.
@@ -153,7 +153,7 @@ def without_neighbors(logits: Tensor, tokens: Tensor, positions: Tensor, layout:
         same_text = layout.sample_of_token[beside] == layout.sample_of_token[positions]
         excluded = (words[found] & same_text & (beside != positions)).unsqueeze(1)
         column = found.unsqueeze(1)
-        logits.scatter_(1, column, logits.gather(1, column).masked_fill(excluded, EXCLUDED_LOGIT))
+        logits = logits.scatter(1, column, logits.gather(1, column).masked_fill(excluded, EXCLUDED_LOGIT))
     return logits
 
 

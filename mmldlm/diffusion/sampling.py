@@ -89,7 +89,7 @@ class SamplingConfig:
         "in joint",
     )
     commit: float = setting(
-        0.97,
+        0.999,
         "decoding confidence, texts of given latents: a step unmasks all tokens with a probability above this, and at "
         "least one of each text. 1: one token at a time, or more if a text has more tokens than steps",
         above=0,

@@ -81,7 +81,7 @@ def test_lengths_are_around_the_median_and_possible() -> None:
 @pytest.mark.parametrize("wanted", [3, 4, 7])
 def test_the_text_that_fits_best_is_kept(wanted: int) -> None:
     def fit(tokens: list[list[int]], latents: Tensor) -> Tensor:
-        assert torch.equal(latents, LATENTS.repeat_interleave(5, 0))
+        assert [int((latents == each).all((1, 2)).sum()) for each in LATENTS] == [5] * 3
         return torch.tensor([-abs(len(text) - wanted) for text in tokens], dtype=torch.float64)
 
     made = best(SamplingConfig(), fit=fit)
@@ -95,14 +95,19 @@ def test_a_length_that_the_head_rules_out_is_not_chosen() -> None:
         return torch.tensor([-float(len(text)) for text in tokens], dtype=torch.float64)
 
     assert best(SamplingConfig(), Network(random_logits(), 3.0), fit=fit).lengths == (3,) * 3
-    assert best(SamplingConfig(), Network(random_logits(), 6.0), fit=fit).lengths == (5,) * 3
+    assert best(SamplingConfig(), network := Network(random_logits(), 6.0), fit=fit).lengths == (5,) * 3
+    assert network.passes[1] == (5,) * 3, "one text needs no unlikely lengths"
+    several = best(SamplingConfig(), network := Network(random_logits(), 6.0), fit=fit, count=3)
+    assert len(network.passes[1]) == 3 * 5 * 3 and several.lengths[::3] == (5,) * 3
 
 
 def test_likelihood_decides_where_nothing_can_tell() -> None:
     """A text of the second latent alone has a number, and it is not the most likely one."""
 
     def fit(tokens: list[list[int]], latents: Tensor) -> Tensor:
-        known = [index // 5 == 1 and len(text) == 6 for index, text in enumerate(tokens)]
+        known = [
+            len(text) == 6 and torch.equal(latent, LATENTS[1]) for text, latent in zip(tokens, latents, strict=True)
+        ]
         return torch.tensor([0.1 if each else torch.nan for each in known], dtype=torch.float64)
 
     network = Network(random_logits())
