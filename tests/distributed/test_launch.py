@@ -293,6 +293,7 @@ def test_ranks_with_different_configs_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow  # accelerate's launcher itself: test_files_under_accelerate_launch
 def test_shipped_single_process_files(parity_config: Path, single: Callable[..., Path], tmp_path: Path) -> None:
     command = accelerate("cpu", 1, parity_config, f"run.dir={tmp_path}", "train.steps=2")
     assert "engine       single, 1 process on" in succeed(command)

@@ -59,7 +59,8 @@ def assert_saved(run: Path, cause: str) -> None:
 
 @pytest.mark.parametrize(
     "launcher",
-    ["python", "accelerate", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "torchrun"))],
+    # SIGHUP that a launcher forwards, and one that it ignores: test_nohup_is_respected of test_launch_node.py.
+    ["python", *(pytest.param(name, marks=pytest.mark.slow) for name in ("accelerate", "deepspeed", "torchrun"))],
 )
 def test_a_hangup_saves(launcher: str, tiny_config: Path, tmp_path: Path, started: Started) -> None:
     """As a shell whose terminal is closed sends it: to all processes of the job, twice."""
