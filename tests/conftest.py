@@ -60,7 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Leave what is there before a test out of the collections of its runs, which look at every object otherwise."""
-    if next(STARTED_TESTS) % 50 == 0:
+    if next(STARTED_TESTS) % 200 == 0:
         gc.unfreeze()
         gc.collect()
     gc.freeze()
