@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,3 +59,9 @@ def test_lines_stay_near_their_total(folder: str) -> None:
 def test_scripts_stop_at_the_first_error() -> None:
     for path in [*(ROOT / "scripts").rglob("*.sh"), ROOT / ".ci" / "run"]:
         assert "set -euo pipefail" in path.read_text(encoding="utf-8"), path
+
+
+def test_the_gate_takes_the_options_that_it_names() -> None:
+    text = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8")
+    named, taken = re.findall(r"^#   bash scripts/test.sh (--\w+)", text, re.M), re.findall(r"^  (--\w+)\)", text, re.M)
+    assert sorted(named) == sorted(taken) != []

@@ -18,10 +18,10 @@ from mmldlm.utils.printable import printable
 from mmldlm.utils.short_repr import display_name, short_repr
 
 # Entries stay for good, since records need them. For the old key of a setting or group, oldest first: the new key, and
-# the version that renamed the old one.
+# the last released version that has the old key.
 RENAMED: dict[str, tuple[str, str]] = {
-    "sampling.lengths": ("sampling.tried_lengths", "0.2.0"),
-    "latent.process": ("latent.noise_schedule", "0.2.0"),
+    "sampling.lengths": ("sampling.tried_lengths", "0.1.0"),
+    "latent.process": ("latent.noise_schedule", "0.1.0"),
 }
 # For a removed key: the value with which earlier versions did the same as this version, and advice.
 REMOVED: dict[str, tuple[Any, str]] = {}
@@ -50,7 +50,7 @@ REMOVED_WORDS = {
         for name in ("temperature", "top_p", "guidance", "decoding", "remask", "latent_sampler", "joint_order")
     },
 }
-_MINORS_WITH_NOTICE = 2  # an old key works for this many minor versions
+_MINORS_WITH_NOTICE = 2  # an old key works for this many minor versions after the last one that has it
 _OF_NETWORK = ("model.", "latent.")  # with other values of these settings, a checkpoint is another network
 _noticed: set[str] = set()
 
@@ -113,15 +113,15 @@ def _successor(key: str, source: str, is_record: bool = False, value: Any = None
         if value != now:
             notice(key, f"{key} is gone, and {short_repr(value)} in {display_name(source)} has no effect: {advice}")
         return ""
-    new, since = RENAMED[key]
-    major, minor = _version(since)
+    new, last = RENAMED[key]
+    major, minor = _version(last)
     if is_record:
-        notice(key, f"{key} in {display_name(source)} is now {new} (since {since})")
-    elif _version(__version__) >= (major, minor + _MINORS_WITH_NOTICE):
-        raise ConfigError(f"{display_name(source)}: {key} is gone, use {new} (since {since})")
+        notice(key, f"{key} in {display_name(source)} is now {new} (renamed after {last})")
+    elif _version(__version__) > (major, minor + _MINORS_WITH_NOTICE):
+        raise ConfigError(f"{display_name(source)}: {key} is gone, use {new} (renamed after {last})")
     else:
-        until = f"{major}.{minor + _MINORS_WITH_NOTICE}.0"
-        notice(key, f"{key} is now {new} (since {since}); the old name will be refused from {until}")
+        until = f"{major}.{minor + _MINORS_WITH_NOTICE + 1}.0"
+        notice(key, f"{key} is now {new} (renamed after {last}); the old name will be refused from {until}")
     return new
 
 

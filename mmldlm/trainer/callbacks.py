@@ -27,7 +27,7 @@ class ScheduledCollection(Callback):
     """
 
     def __init__(self) -> None:
-        self._was_enabled, self._is_first_step = gc.isenabled(), True
+        self._was_enabled, self._had_frozen, self._is_first_step = gc.isenabled(), gc.get_freeze_count() > 0, True
         gc.disable()
 
     def after_step(self, step: int) -> None:
@@ -40,7 +40,8 @@ class ScheduledCollection(Callback):
 
     def close(self) -> None:
         """Re-enable Python's automatic collection."""
-        gc.unfreeze()
+        if not self._had_frozen:
+            gc.unfreeze()
         if self._was_enabled:
             gc.enable()
 

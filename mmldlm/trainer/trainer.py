@@ -69,8 +69,9 @@ class Trainer:
         # Imported objects are many and no garbage, so collections during the run need not look at them. But collect
         # once before: an earlier run of this process may have left its network in reference cycles.
         gc.collect()
+        if not gc.get_freeze_count():  # otherwise the caller keeps objects out of collections, also after the run
+            self._end.callback(gc.unfreeze)
         gc.freeze()
-        self._end.callback(gc.unfreeze)
         try:
             self._end.enter_context(self._notices)
             self.engine, components, fingerprint = open_run(self.config, self.launch, self.run_dir, self._end)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,16 +18,12 @@ from mmldlm.data.store import Store
 from mmldlm.data.verify import partition_items, verify, verify_part
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.evaluation.validate import validation_ids
-from tests.helpers.engine_runs import environment
+from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.metrics import read_metrics
-from tests.helpers.paths import ROOT
-from tests.helpers.ports import free_port
 from tests.helpers.sample_corpus import flip_bit, overwrite_value, write_corpus, write_store
 from tests.helpers.user_errors import assert_user_error, refused
-from tests.helpers.waiting import TEST_TIMEOUT_S
 
 quick = pytest.mark.quick
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
@@ -135,12 +128,12 @@ def test_skipping_samples_needs_full_verification() -> None:
 
 @pytest.mark.setting("data.max_bad_samples")
 def test_run_reports_skipped_samples(
-    copy: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], command: Command
+    copy: Path, tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     overwrite_value(copy, "train-00000.latents", (17, 0, 3), np.nan)
     overwrite_value(copy, "validation-00000.tokens", 0, 60_000)
-    refused = command("mmldlm.train", tiny_config, f"data.path={copy}", "data.max_bad_samples=1")
-    assert_user_error(refused, 65, "sample 17 ", "2 bad samples")
+    status = train.main([str(tiny_config), f"data.path={copy}", "data.max_bad_samples=1"])
+    assert_user_error((status, capsys.readouterr().err), 65, "sample 17 ", "2 bad samples")
     settings = [str(tiny_config), f"data.path={copy}", "data.max_bad_samples=2", "train.steps=12", "log.every=4"]
     assert train.main([*settings, "validation.every=6", "validation.samples=40", "checkpoint.every_steps=0"]) == 0
     warnings = [line for line in capsys.readouterr().out.splitlines() if "warning" in line and "left out" in line]
@@ -184,26 +177,13 @@ def test_no_folder_is_taken_for_one_of_another_kind(
     assert (copy / "notes.txt").exists() and cli.main(["verify", str(run)]) == 0 and (bundle / "data").is_dir()
 
 
-def test_fault_found_by_one_rank_ends_both(shards: Path, tiny_config: Path, tmp_path: Path) -> None:
+def test_fault_found_by_one_rank_ends_both(shards: Path, tiny_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     name = next(name for split, _, name in partition_items(Store.open(shards), 2)[1] if split == 0)
     flip_bit(shards / f"{name}.tokens.npy")
-    port = str(free_port())
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "mmldlm.train", str(tiny_config), f"data.path={shards}"],
-            cwd=ROOT,
-            env=environment(
-                RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port
-            ),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=TEST_TIMEOUT_S)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [65, 65], errors
-    for error in errors:
-        (line,) = [line for line in error.splitlines() if "mmldlm: error" in line]
-        assert f"{name}.tokens.npy: damaged" in line and "Traceback" not in error
-    assert "rank 1: " in errors[0] and "rank 1: " not in errors[1]
+    ranks = forked.start("ddp", [tiny_config, f"data.path={shards}"], 2, tmp_path / "log")
+    assert forked.wait(ranks) == dict.fromkeys(ranks, 65), (tmp_path / "log").read_text()[-3000:]
+    log = (tmp_path / "log").read_text()
+    errors = [line for line in log.splitlines() if "mmldlm: error" in line]
+    assert len(errors) == 2 and all(f"{name}.tokens.npy: damaged" in line for line in errors), log
+    assert sum("rank 1: " in line for line in errors) == 1 and "Traceback" not in log, "rank 0 names the other one"
     assert not (tmp_path / "run").exists()

@@ -27,8 +27,8 @@ from mmldlm.data.store import Split, Store
 from mmldlm.data.workers import ignore_signals_in_worker
 from mmldlm.errors import DataError
 from tests.helpers.batch_sizes import constant_batch_size
-from tests.helpers.engine_runs import environment
-from tests.helpers.paths import ROOT
+from tests.helpers.engine_runs import wait_for_step
+from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
 quick = pytest.mark.quick
@@ -155,20 +155,17 @@ def test_file_truncated_while_read_is_named(copy: Path) -> None:
 
 @pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_command_ends_with_65_and_leaves_nothing_running(
-    fault: signal.Signals, tiny_config: Path, tmp_path: Path
+    fault: signal.Signals, tiny_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     settings = ["data.num_workers=2", "data.worker_timeout_s=1", "data.prefetch_factor=1", "train.steps=100000"]
-    command = [sys.executable, "-m", "mmldlm.train", str(tiny_config), *settings, "checkpoint.every_steps=0"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 3:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    workers = psutil.Process(process.pid).children(recursive=True)
+    log = tmp_path / "log"
+    (pid,) = forked.start("single", [tiny_config, *settings, "checkpoint.every_steps=0"], 1, log)
+    wait_for_step(tmp_path / "run", 2, log, lambda: forked.wait([pid], 0))
+    workers = psutil.Process(pid).children(recursive=True)
     assert len(workers) >= 2
     workers[0].send_signal(fault)
-    _, errors = process.communicate(timeout=TEST_TIMEOUT_S)
-    assert process.returncode == 65, errors
+    assert forked.wait([pid]) == {pid: 65}, log.read_text()[-3000:]
+    errors = log.read_text()
     assert "Traceback" not in errors and errors.count("mmldlm: error: step ") == 1
     assert psutil.wait_procs(workers, timeout=TEST_TIMEOUT_S)[1] == []
 

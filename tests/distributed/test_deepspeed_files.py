@@ -50,8 +50,9 @@ RUN = {  # file -> its engine
     "trl_zero2.yaml": "zero2",
     "trl_zero3.yaml": "zero3",
 }
-# One file of each project, of all stages; the others are launched by --slow.
-EACH = ("accelerate_config_zero2.yaml", "dllm_zero1.yaml", "hf_zero3.json", "trl_zero3.yaml")
+# A file of DeepSpeed's own and one of Accelerate's. The others are launched by --slow, and mean the same under both
+# launchers (test_accelerate_launch_and_accelerate_config_are_one_launch).
+EACH = ("hf_zero3.json", "trl_zero3.yaml")
 # They enable fp16, which ZeRO does not run here.
 NEED_AN_EDIT = [
     "accelerate_deepspeed.yaml",
@@ -116,6 +117,7 @@ def test_refused_file_runs_after_the_edit_that_the_message_names(
     assert resolve(launch_of(tmp_path / "edited.json"))["fp16"] == {"enabled": False}
 
 
+@pytest.mark.slow  # accelerate's launcher itself: test_files_under_accelerate_launch
 def test_accelerate_launch(parity_config: Path, single: Single, tmp_path: Path) -> None:
     command = accelerate("zero2", 2, parity_config, f"run.dir={tmp_path}", *SETTINGS)
     command[command.index("accelerate_configs/zero2.yaml")] = str(FOLDER / "accelerate_config_zero2.yaml")

@@ -105,7 +105,10 @@ def test_variables_of_the_user_stay(probe: Probe, parity_config: Path, forked: F
     assert "NSOCKS" not in "".join(report["notices"])
 
 
-@pytest.mark.parametrize(("engine", "in_first"), [("fsdp2", 0), ("zero1", 0), ("zero2", 1), ("zero3", 1)])
+@pytest.mark.parametrize(
+    ("engine", "in_first"),
+    [("fsdp2", 0), ("zero1", 0), ("zero2", 1), pytest.param("zero3", 1, marks=pytest.mark.slow)],
+)
 def test_sharded_engines(engine: str, in_first: int, probe: Probe) -> None:
     """The group's timeout is ours under each; ZeRO-2 and 3 exchange gradients with each micro-batch by design.
 

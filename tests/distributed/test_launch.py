@@ -6,7 +6,6 @@ import json
 import os
 import re
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,9 +20,10 @@ from mmldlm.config import RunConfig, load_config, resolve_precision
 from mmldlm.distributed.launch import PASSED_ON, REFUSED, read_launcher_env
 from mmldlm.distributed.library_calls import PREFIXES, library_call
 from mmldlm.errors import ConfigError, NumericalError
-from tests.helpers.engine_runs import ENGINES, LAUNCHED, accelerate, environment, exit_record, record_list, run, succeed
+from tests.helpers.engine_runs import ENGINES, LAUNCHED, accelerate, exit_record, record_list, run, succeed
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
+from tests.helpers.ports import free_port
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
 FSDP = {**LAUNCHED, "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -226,30 +226,35 @@ def test_a_taken_port_names_itself_and_the_options(
     assert all(option in error for option in ("--main_process_port", "--master_port", "MASTER_PORT"))
 
 
+@pytest.mark.slow  # what accelerate's launcher sets for such a file: test_a_file_means_the_same_under_both_launchers
 def test_a_cpu_config_that_would_train_separate_copies(parity_config: Path, tmp_path: Path) -> None:
     done = run(accelerate("cpu", 2, parity_config, f"run.dir={tmp_path / 'run'}"))
     assert done.returncode != 0 and not (tmp_path / "run").exists()
     assert "every process would train its own copy" in done.stdout
 
 
-def test_missing_processes_are_refused(parity_config: Path, tmp_path: Path) -> None:
+def test_missing_processes_are_refused(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     """Two are asked for, one is started: it says so instead of waiting for half an hour. Here after 2 s, not 30."""
-    alone = environment(**{**LAUNCHED, "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": "29653"})
-    settings = [f"run.dir={tmp_path / 'run'}", "distributed.timeout_s=2"]
-    imports = "import sys; from mmldlm import train; from mmldlm.distributed import process_group"
-    program = f"{imports}; process_group.RENDEZVOUS_TIMEOUT_S = 1.0, 300.0"
-    done = run([sys.executable, "-c", f"{program}; sys.exit(train.main())", str(parity_config), *settings], env=alone)
-    assert done.returncode == 76 and "rendezvous of 2 processes at 127.0.0.1:29653 failed" in done.stdout
+    alone = {**LAUNCHED, "RANK": "0", "LOCAL_RANK": "0", "MASTER_PORT": str(free_port())}
+    script, log = tmp_path / "script.py", tmp_path / "log"
+    script.write_text(
+        "from mmldlm.distributed import process_group\nfrom tests.helpers.trainer_scripts import train_and_exit\n"
+        "process_group.RENDEZVOUS_TIMEOUT_S = 1.0, 300.0\ntrain_and_exit()\n"
+    )
+    given = [parity_config, f"run.dir={tmp_path / 'run'}", "distributed.timeout_s=2"]
+    pids = forked.start("single", given, 1, log, str(script), **alone)
+    assert forked.wait(pids) == dict.fromkeys(pids, 76)
+    assert f"rendezvous of 2 processes at 127.0.0.1:{alone['MASTER_PORT']} failed" in log.read_text()
 
 
-def test_two_sources_of_the_precision(parity_config: Path, tmp_path: Path) -> None:
+def test_two_sources_of_the_precision(parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     tree = yaml.safe_load((ROOT / "accelerate_configs/ddp.yaml").read_text())
     (tmp_path / "ddp.yaml").write_text(yaml.safe_dump({**tree, "mixed_precision": "bf16"}))
-    command = accelerate("ddp", 2, parity_config, f"run.dir={tmp_path / 'run'}", "precision=fp32")
-    command[command.index("accelerate_configs/ddp.yaml")] = str(tmp_path / "ddp.yaml")
-    done = run(command)
+    given = [parity_config, f"run.dir={tmp_path / 'run'}", "precision=fp32"]
+    pids = forked.start("ddp", [*given, "--accelerate_config", tmp_path / "ddp.yaml"], 2, tmp_path / "log")
     named = ("mixed_precision: bf16", "precision: fp32", "precision: auto or bf16")
-    assert done.returncode != 0 and all(text in done.stdout for text in named)
+    assert forked.wait(pids) == dict.fromkeys(pids, 64)
+    assert all(text in (tmp_path / "log").read_text() for text in named)
 
 
 LAUNCH_ALIKE_BUT = """
@@ -288,6 +293,7 @@ def test_ranks_with_different_configs_are_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow  # accelerate's launcher itself: test_files_under_accelerate_launch
 def test_shipped_single_process_files(parity_config: Path, single: Callable[..., Path], tmp_path: Path) -> None:
     command = accelerate("cpu", 1, parity_config, f"run.dir={tmp_path}", "train.steps=2")
     assert "engine       single, 1 process on" in succeed(command)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import pytest
 
 from mmldlm import cli, train
 from mmldlm.config import load_config, write_config
+from mmldlm.evaluate import run
 from tests.helpers.tiny_config import TINY
 
 
@@ -105,12 +104,10 @@ def test_requested_metrics_are_measured(run_dir: Path, tmp_path: Path, capsys: p
     assert (run_dir / "evaluation.json").read_bytes() == first
 
 
-def test_progress_lines_show_phases_and_micro_batches(run_dir: Path) -> None:
-    asked = ["--samples", "12", "--texts", "6", "--times", "2", "--batch", "4"]
-    script = f"from mmldlm.evaluate import run; run({[str(run_dir), *asked]!r}, interval=0)"
-    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert result.stdout.startswith("step 1") and "micro-batches" not in result.stdout
-    printed = result.stderr
+def test_progress_lines_show_phases_and_micro_batches(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run([str(run_dir), "--samples", "12", "--texts", "6", "--times", "2", "--batch", "4"], interval=0)
+    shown, printed = capsys.readouterr()
+    assert shown.startswith("step 1") and "micro-batches" not in shown
     assert "\r" not in printed
     assert re.search(r"loading the run \.\.\.\n(loading the run: .*\n)*opening documents and encoder \.\.\.\n", printed)
     for phase, batches in (

@@ -44,9 +44,9 @@ def evaluated(folder: Path, runs: ForkedRuns, processes: int, sts: Path) -> tupl
 def test_results_do_not_depend_on_the_number_of_processes(
     single: Callable[..., Path], forked: ForkedRuns, sts: Path
 ) -> None:
-    result = [evaluated(single(), forked, processes, sts) for processes in (1, 2, 3)]
+    result = [evaluated(single(), forked, processes, sts) for processes in (1, 3)]
     assert result[0][0]["documents"] == 40 and result[0][0]["t2l"]["sts_pairs"] == 25
-    assert result[0] == result[1] == result[2]  # each number to its last bit
+    assert result[0] == result[1]  # each number to its last bit
 
 
 def test_error_of_one_rank_ends_all_ranks(single: Callable[..., Path], forked: ForkedRuns, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ def commands(page: str) -> list[list[str]]:
     return [shlex.split(line) for line in text.splitlines() if line]
 
 
+@pytest.mark.slow  # as of docs/howto; what the commands do: tests/tools/test_spikes.py and test_verify.py
 def test_commands_of_the_page(
     tmp_path: Path, tiny_store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

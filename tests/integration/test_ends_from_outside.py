@@ -59,7 +59,8 @@ def assert_saved(run: Path, cause: str) -> None:
 
 @pytest.mark.parametrize(
     "launcher",
-    ["python", "accelerate", *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "torchrun"))],
+    # SIGHUP that a launcher forwards, and one that it ignores: test_nohup_is_respected of test_launch_node.py.
+    ["python", *(pytest.param(name, marks=pytest.mark.slow) for name in ("accelerate", "deepspeed", "torchrun"))],
 )
 def test_a_hangup_saves(launcher: str, tiny_config: Path, tmp_path: Path, started: Started) -> None:
     """As a shell whose terminal is closed sends it: to all processes of the job, twice."""
@@ -83,21 +84,20 @@ def test_nohup_is_respected(tiny_config: Path, tmp_path: Path, started: Started)
     assert_saved(run, "stopped by SIGTERM")
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM])
 @pytest.mark.parametrize(
-    "command",
+    ("number", "command"),
     [
-        ["mmldlm.evaluate", "{run}", "--samples", "100000", "--times", "1000", "--out", "{out}"],
-        ["mmldlm.cli", "sample", "{run}", "--mode", "joint", "-n", "100000", "--out", "{out}/texts.jsonl"],
+        (signal.SIGHUP, "mmldlm.evaluate {run} --samples 100000 --times 1000 --out {out}"),
+        (signal.SIGTERM, "mmldlm.cli sample {run} --mode joint -n 100000 --out {out}/texts.jsonl"),
     ],
     ids=["evaluate", "sample"],
 )
 def test_other_commands_end_in_one_line(
-    command: list[str], number: signal.Signals, short_run_dir: Path, tmp_path: Path, started: Started
+    command: str, number: signal.Signals, short_run_dir: Path, tmp_path: Path, started: Started
 ) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    process = started([sys.executable, "-m", *(word.format(run=short_run_dir, out=out) for word in command)])
+    process = started([sys.executable, "-m", *command.format(run=short_run_dir, out=out).split()])
     wait_until(lambda: bool((tmp_path / "log").read_text() or [*out.iterdir()]), "the begin of the work")
     os.killpg(process.pid, number)
     assert process.wait(TEST_TIMEOUT_S) == 75
@@ -197,14 +197,15 @@ def test_prepare_goes_on_without_output(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_a_run_folder_that_is_moved(replaced: bool, tiny_config: Path, tmp_path: Path, started: Started) -> None:
+def test_a_run_folder_that_is_moved(replaced: bool, tiny_config: Path, tmp_path: Path, forked: ForkedRuns) -> None:
     run, moved = tmp_path / "run", tmp_path / "moved"
-    process = started(launch_commands(tiny_config, "log.tensorboard=true", "checkpoint.every_steps=5")["python"])
-    wait_for_step(run, 2, tmp_path / "log", lambda: process.poll() is not None)
+    given = [tiny_config, *ENDLESS, "log.tensorboard=true", "checkpoint.every_steps=5"]
+    pids = forked.start("single", given, 1, tmp_path / "log")
+    wait_for_step(run, 2, tmp_path / "log", lambda: forked.wait(pids, 0))
     run.rename(moved)
     if replaced:
         run.mkdir()
-    assert process.wait(TEST_TIMEOUT_S) == 74
+    assert forked.wait(pids) == dict.fromkeys(pids, 74)
     lines = (tmp_path / "log").read_text().splitlines()
     assert_user_error((74, lines[-1]), 74, str(run), "moved or deleted")
     assert "Traceback" not in "".join(lines)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -22,10 +21,11 @@ from mmldlm.config import load_config
 from mmldlm.data.store import Store
 from mmldlm.trainer.startup_report import data_notices
 from tests.helpers.engine_runs import record_list
+from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.user_errors import assert_user_error
-from tests.helpers.waiting import TEST_TIMEOUT_S
+from tests.helpers.waiting import TEST_TIMEOUT_S, wait_until
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -119,7 +119,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tiny_config: Path, tmp_path: P
     assert record_list(parts)[-1]["data/epoch"] > 2
 
 
-def test_interrupt_saves_and_resumes(tiny_config: Path, tmp_path: Path) -> None:
+def test_interrupt_saves_and_resumes(tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     # Neither warm-up nor rate may follow from the number of steps, which is another one after the stop.
     settings = [str(tiny_config), "validation.every=0", "schedule.lr=constant", "optim.warmup_steps=1"]
     arguments = [sys.executable, "-m", "mmldlm.train", *settings]
@@ -135,27 +135,22 @@ def test_interrupt_saves_and_resumes(tiny_config: Path, tmp_path: Path) -> None:
     assert json.loads((run / "exit.json").read_text())["code"] == 75
     stopped_at = record_list(run)[-1]["step"]
     steps = stopped_at + 20
-    arguments.append(f"train.steps={steps}")
-    finished = subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True, timeout=TEST_TIMEOUT_S)
-    assert finished.returncode == 0, finished.stderr
-    assert f"steps {stopped_at} to {steps}" in finished.stdout
+    assert train.main([*settings, f"train.steps={steps}"]) == 0
+    assert f"steps {stopped_at} to {steps}" in capsys.readouterr().out
     assert train.main([*settings, f"train.steps={steps}", f"run.dir={tmp_path / 'whole'}"]) == 0
     assert curve(run) == curve(tmp_path / "whole")
     assert same_weights(run, tmp_path / "whole")
 
 
-def test_killed_run_resumes_from_its_last_checkpoint(tiny_config: Path, tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "mmldlm.train", str(tiny_config), "train.steps=60", "validation.every=0"]
-    process = subprocess.Popen(arguments, cwd=ROOT, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    run = tmp_path / "run"
-    while not list((run / "checkpoints").glob("step-*")):
-        assert process.poll() is None
-        time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
-    assert train.main([str(tiny_config), "train.steps=60", "validation.every=0"]) == 0
+def test_killed_run_resumes_from_its_last_checkpoint(tiny_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
+    run, settings = tmp_path / "run", [str(tiny_config), "train.steps=60", "validation.every=0"]
+    pids = forked.start("single", settings, 1, tmp_path / "log")
+    wait_until(lambda: any((run / "checkpoints").glob("step-*")), "a checkpoint")
+    forked.kill(pids)
+    assert forked.wait(pids) == dict.fromkeys(pids, -signal.SIGKILL)
+    assert train.main(settings) == 0
     assert [record["step"] for record in record_list(run)] == list(range(1, 61))
-    assert train.main([str(tiny_config), "train.steps=60", "validation.every=0", f"run.dir={tmp_path / 'whole'}"]) == 0
+    assert train.main([*settings, f"run.dir={tmp_path / 'whole'}"]) == 0
     assert same_weights(run, tmp_path / "whole")
 
 

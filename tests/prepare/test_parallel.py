@@ -53,7 +53,7 @@ def test_reference_is_complete(job: PrepareJob) -> None:
     assert not list(job.reference.parent.glob("reference.*"))
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_same_bytes_by_any_number_of_processes(job: PrepareJob, tmp_path: Path, processes: int) -> None:
     assert main(job.arguments(tmp_path / "store", processes=processes)) == 0
     assert differing(job.reference, tmp_path / "store") == []

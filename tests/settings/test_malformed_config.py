@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from jsonschema import Draft202012Validator
 
+from mmldlm import cli
 from mmldlm.config import RunConfig, load_config, require_paths
 from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.errors import ConfigError, ExitCode, UsageError, exit_code_and_cause
@@ -20,6 +19,7 @@ from mmldlm.settings.fields import build, to_yaml
 from mmldlm.settings.yaml import parse_yaml
 from mmldlm.tools.config import config_schema
 from mmldlm.trainer.setup import check_settings, step_plan
+from tests.helpers.user_errors import assert_user_error
 
 LAUNCH = LauncherEnv("ddp", "torchrun", 0, 0, world_size=2, local_world_size=2, master="localhost:1")
 SHARED = "run: {dir: r}\nmode: &m {l2t: 1, joint: 3}\nmode_schedule: {10: *m, 20: {<<: *m, l2t: 5}}\n"
@@ -109,15 +109,11 @@ def test_a_name_that_no_folder_can_have_is_no_bug() -> None:
 
 
 @pytest.mark.parametrize("name", ["a map in itself", "bytes"])
-def test_the_command_answers_in_one_line(
-    command: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path, name: str
-) -> None:
+def test_the_command_answers_in_one_line(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     content, overrides = MALFORMED[name]
     path = tmp_path / "config.yaml"
     path.write_bytes(content.encode() if isinstance(content, str) else content)
-    done = command("mmldlm.cli", "train", path, *overrides)
-    assert done.returncode == 64 and done.stdout == "", done.stderr
-    assert done.stderr.startswith("mmldlm: error: ") and len(done.stderr.splitlines()) == 1
+    assert_user_error((cli.main(["train", str(path), *overrides]), capsys.readouterr().err), 64)
 
 
 @pytest.mark.quick

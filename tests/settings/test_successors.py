@@ -1,6 +1,6 @@
 """Settings, options and commands that are gone: old names work for two versions, and records are read for good.
 
-`log.evry` was renamed to `log.every` in 0.2.0, and `log.gone`, `model.gone` were removed.
+`log.evry` was renamed to `log.every` after 0.1.0, and `log.gone`, `model.gone` were removed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.helpers.changed_checkpoints import manifest_body, replace_file, seal
 from tests.helpers.user_errors import assert_user_error
 
 pytestmark = pytest.mark.quick
-NOTICE = "notice: log.evry is now log.every (since 0.2.0); the old name will be refused from 0.4.0\n"
+NOTICE = "notice: log.evry is now log.every (renamed after 0.1.0); the old name will be refused from 0.4.0\n"
 Call = Callable[..., tuple[int, str, str]]
 
 
@@ -35,7 +35,7 @@ def version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(successors, "__version__", text)
         monkeypatch.setattr(successors, "_noticed", set())
 
-    monkeypatch.setitem(successors.RENAMED, "log.evry", ("log.every", "0.2.0"))
+    monkeypatch.setitem(successors.RENAMED, "log.evry", ("log.every", "0.1.0"))
     for key in ("log.gone", "model.gone"):
         monkeypatch.setitem(successors.REMOVED, key, (1, "use log.figures_every"))
     become("0.2.0")
@@ -113,7 +113,7 @@ def test_an_old_name_is_refused_after_two_versions(
         if now == "0.3.9":
             assert code == 0 and err in (NOTICE, ""), "once"
         else:
-            assert_user_error((code, err), 64, f"{source}: log.evry is gone, use log.every (since 0.2.0)")
+            assert_user_error((code, err), 64, f"{source}: log.evry is gone, use log.every (renamed after 0.1.0)")
 
 
 def test_records_are_read_for_good(
@@ -128,7 +128,7 @@ def test_records_are_read_for_good(
     run, bundle = tmp_path / "run", tmp_path / "bundle"
     shutil.copytree(short_run_dir, run)
     make_old(run, "log", "every", "evry")
-    notice = f"notice: log.evry in {run / 'config.yaml'} is now log.every (since 0.2.0)\n"
+    notice = f"notice: log.evry in {run / 'config.yaml'} is now log.every (renamed after 0.1.0)\n"
     version("0.9.0")
     assert call("config", run)[::2] == (0, notice)
     version("0.9.0")
@@ -196,7 +196,7 @@ def test_a_removed_setting(call: Call, version: Callable[[str], None], short_run
 def test_a_setting_moves_to_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when its own is gone, by several renames, and where the tree is no tree of settings."""
     for old, new in (("old.evry", "logs.evry"), ("logs.evry", "log.every")):
-        monkeypatch.setitem(successors.RENAMED, old, (new, "0.2.0"))
+        monkeypatch.setitem(successors.RENAMED, old, (new, "0.1.0"))
     assert successors.current({"old": {"evry": 3}, "log": {"figures_every": 2}}, "") == {
         "log": {"figures_every": 2, "every": 3}
     }
@@ -218,7 +218,7 @@ def test_the_identity_of_a_checkpoint_is_read_by_present_names(
     network["gone"] = 1
     seal(checkpoint, body)
     assert call("sample", run, "--mode", "joint", "sampling.steps=1")[0] == 64
-    monkeypatch.setitem(successors.RENAMED, "model.heads", ("model.num_heads", "0.2.0"))
+    monkeypatch.setitem(successors.RENAMED, "model.heads", ("model.num_heads", "0.1.0"))
     code, _, err = call("sample", run, "--mode", "joint", "sampling.steps=1")
     assert code == 0 and err.count("notice") == 1
 

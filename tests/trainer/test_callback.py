@@ -74,7 +74,7 @@ def norms(run: Path) -> dict[int, dict[str, float]]:
 
 
 def test_norms_are_those_of_autograd_and_curves_of_the_run(tiny_config: Path, tmp_path: Path) -> None:
-    run, settings = tmp_path / "run", ["train={steps: 20, micro_batch_size: 2}", "log.tensorboard=true", *SETTINGS]
+    run, settings = tmp_path / "run", ["train.steps=20", "train.micro_batch_size=2", "log.tensorboard=true", *SETTINGS]
     assert train.main([str(tiny_config), *settings], trainer_cls=CheckedTrainer) == 0
     assert Closed.count == 1
     logged = norms(run)
@@ -86,12 +86,18 @@ def test_norms_are_those_of_autograd_and_curves_of_the_run(tiny_config: Path, tm
     assert [event.step for event in events.Tensors(TAG)] == [10, 20]
 
 
+@pytest.fixture(scope="module")
+def alone(parity_config: Path, forked: ForkedRuns, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """The norms of one process."""
+    folder = tmp_path_factory.mktemp("callback") / "single"
+    forked.succeed("single", folder, 1, parity_config, "train.steps=10", *SETTINGS, script=str(EXAMPLE))
+    return norms(folder)
+
+
 @pytest.mark.parametrize("engine", some("ddp", "fsdp2", "zero2"))
 def test_every_engine_has_the_norms_of_one_process(
-    engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path
+    engine: str, alone: dict[int, Any], parity_config: Path, forked: ForkedRuns, tmp_path: Path
 ) -> None:
-    settings = ("train.steps=10", *SETTINGS)
-    for name, processes in (("single", 1), (engine, 2)):
-        forked.succeed(name, tmp_path / name, processes, parity_config, *settings, script=str(EXAMPLE))
-    alone, shared = norms(tmp_path / "single"), norms(tmp_path / engine)
+    forked.succeed(engine, tmp_path / engine, 2, parity_config, "train.steps=10", *SETTINGS, script=str(EXAMPLE))
+    shared = norms(tmp_path / engine)
     assert shared.keys() == alone.keys() == {10} and shared[10] == pytest.approx(alone[10], rel=1e-3)

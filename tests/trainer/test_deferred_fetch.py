@@ -49,7 +49,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("engine", "faults", "settings"),
     [
-        ("single", [], ()),
+        pytest.param("single", [], (), marks=pytest.mark.slow),  # most steps of the next one have no fault either
         ("single", UNTIL_SPIKE, ()),
         pytest.param("single", UNTIL_SPIKE, ("optim.fused=false",), marks=pytest.mark.slow),
         pytest.param("single", UNTIL_SPIKE, (GROWING,), marks=pytest.mark.slow),
@@ -79,7 +79,7 @@ def test_deferred_fetch_does_not_change_the_run(
     assert states[0] == states[1] and json.loads(states[0])["skipped_steps"] == len(faults)
 
 
-@pytest.mark.parametrize("engine", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("engine", ["single", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_no_host_reads_between_records(engine: str, parity_config: Path, forked: ForkedRuns, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()

@@ -32,6 +32,7 @@ class Cycle:
 def test_garbage_is_collected_at_its_steps_alone() -> None:
     Cycle.freed = 0
     freed = []
+    gc.unfreeze()  # what was there before this test
     with closing(ScheduledCollection()) as collection:
         for step in range(1, COLLECT_EVERY + 2):
             for _ in range(3000):  # more than Python waits for by itself

@@ -37,7 +37,7 @@ def error_of(
     ("engine", "fault", "text"),
     [
         ("ddp", "copy", DIFFER),
-        ("ddp", "stale", "the replicas of the weights differ, most in "),
+        pytest.param("ddp", "stale", "the replicas of the weights differ, most in ", marks=pytest.mark.slow),
         pytest.param("ddp", "lr", "the replicas of the weights differ, most in ", marks=pytest.mark.slow),
         pytest.param("zero2", "copy", DIFFER, marks=pytest.mark.slow),
         ("zero3", "copy", f"{STALE}, on rank 1"),

@@ -6,8 +6,7 @@ import os
 import re
 import resource
 import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -36,8 +35,6 @@ from mmldlm.trainer.start_check import (
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
 from tests.helpers.small_model import build_model
-
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 def check(forked: ForkedRuns, log: Path, config: Path, *per_rank: str) -> tuple[list[int], str]:
@@ -112,21 +109,20 @@ def small_disk(folder: Path, mib: int) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_without_a_config_only_the_machine_is_checked(command: Command) -> None:
-    result = command("mmldlm.cli", "train", "--check")
-    assert result.returncode == 0, result.stderr
-    *lines, summary = result.stdout.splitlines()
+def test_without_a_config_only_the_machine_is_checked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["train", "--check"]) == 0
+    *lines, summary = capsys.readouterr().out.splitlines()
     assert summary.startswith("ready")
     first = "GPUs" if torch.cuda.is_available() else "cores"
     assert [line.split()[1] for line in lines if "->" not in line] == [first, "backend", "shared", "open"]
 
 
-def test_a_node_that_is_ready(command: Command, tiny_config: Path, tmp_path: Path) -> None:
+def test_a_node_that_is_ready(tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(tmp_path.rglob("*"))
-    result = command("mmldlm.cli", "train", tiny_config, "--check", "--processes", 1, "train.steps=9")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert re.search(r"^  ok    data store +\S+store, \d+ samples to train on$", result.stdout, re.MULTILINE)
-    assert "started" not in result.stdout and sorted(tmp_path.rglob("*")) == before
+    assert cli.main(["train", str(tiny_config), "--check", "--processes", "1", "train.steps=9"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^  ok    data store +\S+store, \d+ samples to train on$", out, re.MULTILINE)
+    assert "started" not in out and sorted(tmp_path.rglob("*")) == before
 
 
 @pytest.mark.gpu
@@ -228,15 +224,14 @@ def test_little_shared_memory_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_few_open_files_is_a_warning() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    code = (
-        "import resource; from mmldlm.trainer.start_check import check_open_files as check\n"
-        f"resource.setrlimit(resource.RLIMIT_NOFILE, (256, {hard})); found = check(); print(found.status, found.remedy)"
-    )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert result.startswith("warn ulimit -n ")
-    advice = int(result.rsplit(maxsplit=1)[1])
-    assert 256 < advice <= 4096 and check_open_files().name == "open files"
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        result = check_open_files()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert result.status == "warn" and result.remedy.startswith("ulimit -n ")
+    assert 256 < int(result.remedy.rsplit(maxsplit=1)[1]) <= 4096 and result.name == "open files"
 
 
 @pytest.mark.quick

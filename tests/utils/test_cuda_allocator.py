@@ -37,9 +37,9 @@ def test_options_are_set(command: str) -> None:
     assert options(*command.split(), "--help") == ",".join(CUDA_ALLOCATOR_OPTIONS)
 
 
-@pytest.mark.parametrize("name", CUDA_ALLOCATOR_ENV)
-def test_options_of_the_user_are_kept(name: str) -> None:
-    assert options("mmldlm.cli", "sample", "--help", **{name: "max_split_size_mb:128"}) == "max_split_size_mb:128"
+def test_options_of_the_user_are_kept() -> None:
+    older = {CUDA_ALLOCATOR_ENV[-1]: "max_split_size_mb:128"}
+    assert options("mmldlm.cli", "sample", "--help", **older) == "max_split_size_mb:128"
 
 
 @pytest.mark.quick

@@ -4,12 +4,15 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 import time
 
 import pytest
 
 from mmldlm.errors import ExitCode, RunInUseError
 from mmldlm.utils.lock import RunLock
+from tests.helpers.paths import ROOT
 from tests.helpers.waiting import TEST_TIMEOUT_S
 
 pytestmark = pytest.mark.quick
@@ -101,33 +104,42 @@ def test_a_worker_that_leaves_the_block_does_not_free_the_lock(tmp_path):
             pass
 
 
+RACE = """
+import os, sys, time
+from mmldlm.errors import RunInUseError
+from mmldlm.utils.lock import RunLock
+(ready, go), (held, release) = os.pipe(), os.pipe()
+children = []
+for _ in range(4):
+    if not (child := os.fork()):
+        os.close(go)
+        os.close(release)
+        os.read(ready, 1)
+        try:
+            RunLock(sys.argv[1]).__enter__()
+        except RunInUseError:
+            os._exit(73)
+        os.read(held, 1)
+        os._exit(0)
+    children.append(child)
+os.close(go)  # end of file releases all at once
+codes = {}
+while len(codes) < 3:
+    for child in children:
+        pid, status = os.waitpid(child, os.WNOHANG) if child not in codes else (0, 0)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+    time.sleep(0.001)
+os.close(release)
+codes |= {c: os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children if c not in codes}
+os.close(ready)
+os.close(held)
+assert sorted(codes.values()) == [0, 73, 73, 73], codes
+"""
+
+
 def test_one_of_many_racing_processes_gets_the_lock(tmp_path):
     """20 times; the winner holds it until the others have been refused, however late they come."""
-    for _ in range(20):
-        (ready, go), (held, release) = os.pipe(), os.pipe()
-        children = []
-        for _ in range(4):
-            if not (child := os.fork()):
-                os.close(go)
-                os.close(release)
-                os.read(ready, 1)
-                try:
-                    RunLock(tmp_path).__enter__()
-                except RunInUseError:
-                    os._exit(73)
-                os.read(held, 1)
-                os._exit(0)
-            children.append(child)
-        os.close(go)  # end of file releases all at once
-        codes, deadline = {}, time.monotonic() + TEST_TIMEOUT_S
-        while len(codes) < 3 and time.monotonic() < deadline:
-            for child in children:
-                pid, status = os.waitpid(child, os.WNOHANG) if child not in codes else (0, 0)
-                if pid:
-                    codes[pid] = os.waitstatus_to_exitcode(status)
-            time.sleep(0.001)
-        os.close(release)
-        codes |= {c: os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children if c not in codes}
-        os.close(ready)
-        os.close(held)
-        assert sorted(codes.values()) == [0, 73, 73, 73]
+    indented = RACE.replace("\n", "\n    ")  # a process without torch, which forks at once
+    program = f"for _ in range(20):{indented}"
+    subprocess.run([sys.executable, "-c", program, tmp_path], cwd=ROOT, check=True, timeout=TEST_TIMEOUT_S)

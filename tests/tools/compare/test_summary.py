@@ -17,6 +17,7 @@ from mmldlm import cli
 from mmldlm.telemetry.metrics import MetricsFile
 from mmldlm.tools.compare import figures
 from mmldlm.tools.compare.run_summary import Curve
+from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.metrics import read_metrics
 from tests.helpers.paths import ROOT
 from tests.helpers.waiting import wait_until
@@ -119,19 +120,17 @@ def test_what_is_no_run_or_cannot_be_written(runs: Path, tmp_path: Path, capsys:
 
 
 @pytest.fixture
-def endless(tiny_config: Path, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+def endless(tiny_config: Path, forked: ForkedRuns, tmp_path: Path) -> Iterator[list[int]]:
     """A run in a process of its own that does not end by itself, in `tmp_path/run`; of one mode: few curves to draw."""
-    command = [sys.executable, "-m", "mmldlm.train", str(tiny_config), "train.steps=100000", "validation.every=0"]
-    command += ["mode=t2l"]
-    with (tmp_path / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
-    yield process
-    process.kill()
-    process.wait()
+    pids = forked.start(
+        "single", [tiny_config, "train.steps=100000", "validation.every=0", "mode=t2l"], 1, tmp_path / "log"
+    )
+    yield pids
+    forked.kill(pids)
 
 
 def test_running_and_killed_run(
-    endless: subprocess.Popen[bytes], runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    endless: list[int], forked: ForkedRuns, runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.read_text().count('"kind": "train"') >= 5, "the first steps")
@@ -139,8 +138,8 @@ def test_running_and_killed_run(
     alive = result["runs"]["run"]
     assert (alive["state"], alive["total_steps"]) == ("running", 100_000) and alive["step"] >= 5
 
-    endless.kill()
-    endless.wait()
+    forked.kill(endless)
+    forked.wait(endless)
     with metrics.open("ab") as torn:
         torn.write(b'{"kind": "train", "step": 99999, "ti')
     result = compared(capsys, run)
