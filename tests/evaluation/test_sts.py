@@ -109,4 +109,5 @@ def test_tfidf_counts_words_that_are_rare() -> None:
     texts = ["The rose.", "rose the the", "The wave.", "Tulip!", "the tulip", "..."]
     near = (tfidf(texts) @ tfidf(texts).to_dense().T).numpy()
     assert np.allclose(np.diag(near)[:5], 1) and not near[5].any()
-    assert near[0, 1] > 0.9 and near[3, 4] > near[0, 2] > near[0, 3] == 0
+    assert near[0, 1] > 0.9 and near[3, 4] > 0.7 and near[0, 3] == 0
+    assert 0 < near[0, 2] < 0.4, "plain counts of words have the cosine 0.5"
