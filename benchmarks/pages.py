@@ -13,13 +13,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import answered, gpu_bars, real_run, results_figure
+from benchmarks import answered, gpu_bars, meaning, real_run, results_figure
 from benchmarks.common.report import RESULTS, ROOT, markdown
 from benchmarks.learning import learning_blocks
 
 _BLOCK = re.compile(r"<!-- results:([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
 _MAKERS = {
     "learning": learning_blocks,
+    "meaning": meaning.meaning_blocks,
     "real_run": real_run.blocks,
     "reference_decoder": answered.reference_decoder_blocks,
     "search": answered.search_blocks,

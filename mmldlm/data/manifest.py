@@ -100,6 +100,11 @@ class Manifest:
         """True if samples begin with conditions (see `prepare --prefix-field`)."""
         return "prefixes" in self.tokenizer
 
+    @property
+    def compared(self) -> slice:
+        """The latent tokens that compare texts: with a teacher of learned latents only the last one."""
+        return slice(-1 if "teacher" in self.encoder else 0, None)
+
     def to_json(self) -> str:
         """Return the content of the manifest file."""
         return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"

@@ -30,9 +30,10 @@ def nearest_neighbors(
     """Find the `count` nearest samples of each of `latents` [n, M, C], and return (index, cosine) of each.
 
     Latents are on the encoder's scale. The cosine is between latents standardized by `store`, that is, without the mean
-    that all samples share. `exclude` has one sample per latent that does not count (for example its own), or None.
+    that all samples share, and only of those that the manifest says are compared. `exclude` has one sample per latent
+    that does not count (for example its own), or None.
     """
-    queries, first = unit_vectors(store.standardize(latents)), 0
+    queries, first = unit_vectors(store.standardize(latents)[:, store.manifest.compared]), 0
     best: list[list[tuple[float, int]]] = [[] for _ in latents]
     blocks = (
         shard.latents[start : start + _BLOCK_SAMPLES].astype(np.float64)
@@ -40,7 +41,7 @@ def nearest_neighbors(
         for start in range(0, len(shard.latents), _BLOCK_SAMPLES)
     )
     for block in blocks:
-        cosines = queries @ unit_vectors(store.standardize(block)).T  # [n, block]
+        cosines = queries @ unit_vectors(store.standardize(block)[:, store.manifest.compared]).T  # [n, block]
         for query, index in enumerate(exclude):
             if index is not None and first <= index < first + len(block):
                 cosines[query, index - first] = -np.inf

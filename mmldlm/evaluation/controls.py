@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.data.nearest import draw_samples, sparse_counts
+from mmldlm.data.ridge import ridge, with_bias
 from mmldlm.evaluation.evaluator import Evaluation
 
 MAX_SAMPLES = 20_000  # a control is fitted on this many random training samples
 VALIDATION_SAMPLES = 1000  # this many validation samples decide when to stop fitting
-RIDGE_PENALTY = 1.0
-CG_STEPS = 50
 EPOCHS, BATCH, LEARNING_RATE = 20, 128, 5e-3
 
 
@@ -46,8 +45,8 @@ def ridge_latents(evaluation: Evaluation) -> np.ndarray:
     with evaluation.processes.raise_on_all_ranks("ridge regression of the latent"):
         if evaluation.processes.rank == 0:
             tokens, latents = _draw(evaluation, "train", MAX_SAMPLES)
-            weights = _ridge(_with_bias(_counts(tokens, evaluation)), latents.double())
-            predicted += (_with_bias(_counts(evaluation.tokens, evaluation)) @ weights).view(predicted.shape).numpy()
+            weights = ridge(with_bias(_counts(tokens, evaluation)), latents.double())
+            predicted += (with_bias(_counts(evaluation.tokens, evaluation)) @ weights).view(predicted.shape).numpy()
     return evaluation.run.store.restore(evaluation.sum_over_ranks(predicted).astype(np.float32))
 
 
@@ -61,33 +60,6 @@ def _draw(evaluation: Evaluation, split_name: str, count: int) -> tuple[list[np.
 
 def _counts(tokens: Sequence[Sequence[int] | np.ndarray], evaluation: Evaluation) -> Tensor:
     return sparse_counts(tokens, evaluation.run.store.manifest.vocab_size)
-
-
-def _with_bias(counts: Tensor) -> Tensor:
-    """Return the counts with a column of ones, [n, V + 1]."""
-    return torch.cat([counts, torch.ones(len(counts), 1, dtype=torch.float64).to_sparse()], 1).coalesce()
-
-
-def _ridge(features: Tensor, targets: Tensor) -> Tensor:
-    """Return the W [V, D] that minimizes |features W - targets|^2 + penalty |W|^2, by conjugate gradients.
-
-    All columns are solved at the same time, preconditioned by the diagonal (Saad, Iterative Methods for Sparse Linear
-    Systems, 2nd edition, algorithm 9.1).
-    """
-    transposed = features.t().coalesce()
-    diagonal = (torch.sparse.sum(features * features, 0).to_dense() + RIDGE_PENALTY)[:, None]
-    weights = targets.new_zeros(features.shape[1], targets.shape[1])
-    residual = transposed @ targets
-    direction = preconditioned = residual / diagonal
-    product = (residual * preconditioned).sum(0)
-    for _ in range(CG_STEPS):
-        image = transposed @ (features @ direction) + RIDGE_PENALTY * direction
-        step = product / (direction * image).sum(0).clamp_min(1e-30)
-        weights, residual = weights + step * direction, residual - step * image
-        preconditioned = residual / diagonal
-        previous, product = product, (residual * preconditioned).sum(0)
-        direction = preconditioned + product / previous.clamp_min(1e-30) * direction
-    return weights
 
 
 def _fit_log_linear(evaluation: Evaluation) -> tuple[Tensor, Tensor]:

@@ -1,21 +1,29 @@
-"""Semantic textual similarity: how well similarities of generated latents correlate with human scores.
+"""Semantic textual similarity: do latents say which sentences mean the same?
 
-The data are pairs of sentences with a score (SemEval-2017 task 1, arXiv 1708.00055). We use Spearman's correlation, as
-in arXiv 1908.10084.
+The data are pairs of sentences with a score (SemEval-2017 task 1, arXiv 1708.00055). We use Spearman's correlation of
+the cosines with the scores, as in arXiv 1908.10084. Pairs of the highest score are paraphrases: we look up whether the
+second sentence is nearer to the first than those of the other paraphrases. Baselines are the encoder's latents, and
+TF-IDF, which only counts common words.
+
+Shape letters: n pairs, s sentences, D numbers of a sentence's vector.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from mmldlm.data.encoders.lsa import tfidf
+from mmldlm.data.nearest import unit_vectors
 from mmldlm.errors import DataError
 from mmldlm.evaluation.evaluator import Evaluation
-from mmldlm.evaluation.statistics import cosine, spearman
+from mmldlm.evaluation.statistics import retrieval_ranks, share_with_interval, spearman
 
 MIN_PAIRS = 3
 KEYS = ("sentence1", "sentence2", "score")
@@ -79,24 +87,52 @@ def tokenize_sentences(evaluation: Evaluation, pairs: list[Pair]) -> tuple[list[
 
 
 def sts_metrics(evaluation: Evaluation, pairs: list[Pair]) -> dict[str, Any]:
-    """Correlate the scores with cosines of generated latents, and of the encoder's latents (collective).
+    """Compare the scores with cosines of generated latents, of the encoder's latents, and of TF-IDF (collective).
 
     The baseline `sts_spearman_shuffled` pairs each first sentence with the second sentence of the next pair.
     """
     evaluation.progress.phase("latents of pairs of sentences")
     sentences, tokens = tokenize_sentences(evaluation, pairs)
     latents = evaluation.run.store.restore(evaluation.generate_latents(tokens, evaluation.run.config.sampling))
-    encoded = evaluation.encode(sentences)
+    compared, encoded = evaluation.run.store.manifest.compared, evaluation.encode(sentences)
+    generated = torch.from_numpy(unit_vectors(latents[:, compared]))
+    known = dict(zip(sentences, np.isfinite(encoded).all(axis=(1, 2)).tolist(), strict=True))
+    others = [*pairs[1:], pairs[0]]
+    shuffled = [Pair(pair.first, other.second, pair.score) for pair, other in zip(pairs, others, strict=True)]
+    return {
+        "sts_pairs": len(pairs),
+        "sts_unencodable": sum(not (known[pair.first] and known[pair.second]) for pair in pairs),
+        **similarity_metrics(generated, sentences, pairs),
+        "sts_spearman_shuffled": similarity_metrics(generated, sentences, shuffled)["sts_spearman"],
+        **similarity_metrics(torch.from_numpy(unit_vectors(encoded[:, compared])), sentences, pairs, "_encoder"),
+        **similarity_metrics(tfidf(sentences), sentences, pairs, "_tfidf"),
+    }
+
+
+def similarity_metrics(
+    vectors_sD: torch.Tensor, sentences: Sequence[str], pairs: Sequence[Pair], suffix: str = ""
+) -> dict[str, Any]:
+    """Return Spearman's correlation of cosines with the scores, and recall@1 of the paraphrases.
+
+    Args:
+        vectors_sD: Vectors of the distinct `sentences` of all pairs, of unit norm, dense or sparse. NaN if a sentence
+            cannot be encoded: its pairs do not count in the correlation, and as not found in the recall.
+        suffix: Of the metrics' names.
+    """
     index_of = {sentence: index for index, sentence in enumerate(sentences)}
     first = np.array([index_of[pair.first] for pair in pairs])
     second = np.array([index_of[pair.second] for pair in pairs])
     scores = np.array([pair.score for pair in pairs])
-    encoder_cosine = cosine(encoded[first], encoded[second])
-    known = np.isfinite(encoder_cosine)
+    a_nD, b_nD = (vectors_sD.index_select(0, torch.from_numpy(rows)) for rows in (first, second))
+    products = a_nD * b_nD
+    cosines = (torch.sparse.sum(products, 1).to_dense() if products.is_sparse else products.sum(1)).numpy()
+    known = np.isfinite(cosines)
+    found = np.zeros(len(pairs), bool)
+    best = np.flatnonzero(known & (scores == scores.max()))
+    a_best, b_best = (rows.index_select(0, torch.from_numpy(best)) for rows in (a_nD, b_nD))
+    similarity = a_best @ b_best.to_dense().T
+    found[best] = retrieval_ranks(similarity.numpy()) <= 1
     return {
-        "sts_pairs": len(pairs),
-        "sts_spearman": spearman(cosine(latents[first], latents[second]), scores),
-        "sts_spearman_shuffled": spearman(cosine(latents[first], latents[np.roll(second, -1)]), scores),
-        "sts_spearman_encoder": spearman(encoder_cosine[known], scores[known]) if known.sum() >= MIN_PAIRS else None,
-        "sts_unencodable": int((~known).sum()),
+        f"sts_spearman{suffix}": spearman(cosines[known], scores[known]) if known.sum() >= MIN_PAIRS else None,
+        **share_with_interval(f"sts_recall_at_1{suffix}", found[scores == scores.max()]),
     }

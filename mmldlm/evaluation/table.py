@@ -57,7 +57,8 @@ _T2L: list[Row] = [
     ("recall@1", "recall_at_1", _RANKS),
     ("recall@10", "recall_at_10", _RANKS),
     ("median rank", "median_rank", _RANKS),
-    ("STS Spearman", "sts_spearman", {"shuffled": "_shuffled", "encoder": "_encoder"}),
+    ("STS Spearman", "sts_spearman", {"shuffled": "_shuffled", "encoder": "_encoder", "TF-IDF": "_tfidf"}),
+    ("recall@1 of paraphrases", "sts_recall_at_1", {"encoder": "_encoder", "TF-IDF": "_tfidf"}),
 ]
 _TEXTS = {"held-out": "_true", "unigram": "_unigram"}
 _JOINT: list[Row] = [

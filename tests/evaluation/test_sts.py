@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.stats
+import torch
 
+from mmldlm.data.encoders.lsa import tfidf
 from mmldlm.errors import DataError
 from mmldlm.evaluation import Evaluation, EvaluationConfig, cosine
-from mmldlm.evaluation.sts import Pair, read_pairs, sts_metrics, tokenize_sentences
+from mmldlm.evaluation.sts import Pair, read_pairs, similarity_metrics, sts_metrics, tokenize_sentences
 from mmldlm.loading.load import LoadedRun
 from tests.helpers.known_runs import fresh_run
 
@@ -81,3 +83,31 @@ def test_correlations_match_scipy(run: LoadedRun) -> None:
     assert result["sts_spearman"] == pytest.approx(scipy.stats.spearmanr(cosine(a, b), scores).statistic)
     other = scipy.stats.spearmanr(cosine(a, np.roll(b, -1, axis=0)), scores).statistic
     assert result["sts_spearman_shuffled"] == pytest.approx(other)
+
+
+def test_recall_counts_paraphrases_that_are_nearest() -> None:
+    """Against a plain search; two paraphrases are equal, and one has no vector."""
+    draw = np.random.default_rng(0)
+    names = [f"s{index}" for index in range(130)]
+    vectors = draw.normal(size=(130, 6))
+    vectors[60:110] = vectors[:50] + draw.normal(size=(50, 6)) * 0.4
+    vectors[108], vectors[109] = vectors[60], np.nan
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    pairs = [Pair(names[index], names[60 + index], 2) for index in range(50)]
+    pairs += [Pair(names[index], names[index + 1], index % 2) for index in range(110, 128)]
+    cosines = vectors[:49] @ vectors[60:109].T
+    hits = [sum(row >= row[index]) == 1 for index, row in enumerate(cosines)]
+    result = similarity_metrics(torch.from_numpy(vectors), names, pairs)
+    assert 0.3 < np.mean(hits) < 0.9 and not hits[0] and result["sts_recall_at_1"] == sum(hits) / 50
+    known = [pair for pair in pairs if pair.second != "s109"]
+    a, b = (vectors[[names.index(pair[side]) for pair in known]] for side in (0, 1))
+    expected = scipy.stats.spearmanr((a * b).sum(1), [pair.score for pair in known]).statistic
+    assert result["sts_spearman"] == pytest.approx(expected)
+
+
+def test_tfidf_counts_words_that_are_rare() -> None:
+    texts = ["The rose.", "rose the the", "The wave.", "Tulip!", "the tulip", "..."]
+    near = (tfidf(texts) @ tfidf(texts).to_dense().T).numpy()
+    assert np.allclose(np.diag(near)[:5], 1) and not near[5].any()
+    assert near[0, 1] > 0.9 and near[3, 4] > 0.7 and near[0, 3] == 0
+    assert 0 < near[0, 2] < 0.4, "plain counts of words have the cosine 0.5"

@@ -46,6 +46,8 @@ pytestmark = pytest.mark.quick
         ({"encoder": "learned", "encoder_width": 100}, "--encoder-width 100 32"),
         ({"encoder": "learned", "encoder_width": 0}, "--encoder-width 0 1"),
         ({"encoder": "learned", "prompt": "query:"}, "--prompt query: --encoder learned sentence-transformers:"),
+        ({"teacher": "sentence-transformers:a"}, "--teacher sentence-transformers:a --encoder lsa learned"),
+        ({"encoder": "learned", "teacher": "minilm"}, "--teacher minilm sentence-transformers:NAME_OR_FOLDER"),
         ({"encoder_version": "1"}, "--encoder-version 1 --encoder lsa included"),
         ({"encoder": "precomputed:a.npy", "encoder_version": "1"}, "--encoder-version 1 --latents-of"),
         ({"encoder": "precomputed:a.npy", "encoder_version": "", "latents_of": "X"}, "--encoder-version --latents-of"),

@@ -6,8 +6,11 @@ tokens that are not masked yet. Where many tokens are masked, only the latents c
 carry the text. Noise on the decoder's input (as in LDLM, arXiv 2605.07933) moves similar texts to nearby latents. It
 also teaches the decoder to read latents that a diffusion model generated, which are never exact.
 
+Such latents compare texts by wording. With a teacher, an encoder whose vectors compare texts by meaning, there is one
+more latent, the last: the teacher's vector as ridge regression finds it from the text's token counts.
+
 Shape letters: n texts, B texts of a batch, L tokens of the longest one, M latents of a text, C channels, W width, V
-vocabulary.
+vocabulary, D channels of the teacher.
 """
 
 from __future__ import annotations
@@ -28,9 +31,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mmldlm.checkpoint.tensors import write_tensors
-from mmldlm.data.encoders.base import LatentEncoder, make_identity, write_description
+from mmldlm.data.encoders.base import LatentEncoder, make_identity, normalize_rows, write_description
+from mmldlm.data.nearest import sparse_counts
+from mmldlm.data.ridge import ridge, with_bias
 from mmldlm.data.tokenizer import Tokenizer
-from mmldlm.errors import DataError
+from mmldlm.errors import DataError, UsageError
+from mmldlm.utils.short_repr import short_repr
 
 if TYPE_CHECKING:
     from mmldlm.utils.progress import Progress
@@ -41,6 +47,7 @@ _BATCH_TOKENS = 768  # of a step, with padding: its time does not depend on the 
 _WINDOW = 4096  # texts that are sorted by length and divided into batches
 _NOISE = 0.5  # standard deviation on the decoder's input, in units of the latents' root mean square
 _HELD_OUT = 1000  # texts whose loss is reported, at most
+_TEACHER_TEXTS = 256  # that the teacher reads between two reports
 _LEARNING_RATE, _WARMUP, _CLIP_NORM = 3e-3, 0.1, 1.0
 
 
@@ -198,20 +205,51 @@ def _training_batches(lengths: np.ndarray, draw: np.random.Generator) -> Iterato
                 yield window[batches[index]]
 
 
+def fit_meaning(
+    teacher: LatentEncoder,
+    texts: Sequence[str],
+    tokens: Sequence[np.ndarray],
+    shape: tuple[int, int],
+    progress: Progress,
+) -> Tensor:
+    """Return weights [V + 1, C] from token counts and a constant to the teacher's vectors of texts, for `shape` [V, C].
+
+    The C channels are the principal components of the vectors. It is a `DataError` if the teacher has no vector of a
+    text, and a `UsageError` if it has fewer channels.
+    """
+    parts = [texts[start : start + _TEACHER_TEXTS] for start in range(0, len(texts), _TEACHER_TEXTS)]
+    encoded = [teacher.encode(part) for part in progress.track(parts, "batches of the teacher", len(parts))]
+    vectors_nD = torch.from_numpy(normalize_rows(np.concatenate(encoded).reshape(len(texts), -1))).double()
+    if len(missing := vectors_nD.isnan().any(1).nonzero()):
+        raise DataError(f"--teacher: has no vector of the text {short_repr(texts[int(missing[0])])}")
+    if (channels := shape[1]) > vectors_nD.shape[1]:
+        raise UsageError(f"--channels {channels}: the teacher has {vectors_nD.shape[1]}, expected at most these")
+    centered = vectors_nD - vectors_nD.mean(0)
+    components = torch.linalg.eigh(centered.T @ centered).eigenvectors[:, -channels:]
+    return ridge(with_bias(sparse_counts(tokens, shape[0])), centered @ components).float().contiguous()
+
+
 class LearnedEncoder(LatentEncoder):
     """The encoder of an autoencoder that was trained on the corpus, with its tokenizer. Latents have unit norm.
 
-    It reads a text of any length as a whole. A text without tokens, or with characters that the tokenizer cannot
-    encode, yields NaN.
+    With a teacher, the last latent has the meaning of the text, the others its wording. The encoder reads a text of any
+    length as a whole. A text without tokens, or with characters that the tokenizer cannot encode, yields NaN.
     """
 
     kind = "learned"
 
-    def __init__(self, network: TextEncoder, tokenizer: Tokenizer, sizes: AutoencoderSizes, steps: int, seed: int):
-        """Wrap a trained `network`. The `steps` and `seed` of its training are only recorded."""
-        self._network, self._tokenizer = network.eval(), tokenizer
-        self._options = {"sizes": asdict(sizes), "steps": steps, "seed": seed}
-        self.latent_tokens, self.channels = sizes.latent_tokens, sizes.channels
+    def __init__(
+        self,
+        network: TextEncoder,
+        tokenizer: Tokenizer,
+        sizes: AutoencoderSizes,
+        record: dict[str, Any],
+        meaning: Tensor | None = None,
+    ):
+        """Wrap a trained `network`, and the weights of `fit_meaning`. `record` says how they were made."""
+        self._network, self._tokenizer, self._meaning = network.eval(), tokenizer, meaning
+        self._options = {"sizes": asdict(sizes), **record}
+        self.latent_tokens, self.channels = sizes.latent_tokens + (meaning is not None), sizes.channels
 
     @classmethod
     def fit(
@@ -224,16 +262,25 @@ class LearnedEncoder(LatentEncoder):
         seed: int,
         progress: Progress,
         held_out: Iterable[str] = (),
+        teacher: LatentEncoder | None = None,
     ) -> LearnedEncoder:
         """Train an encoder of latents of `shape` [M, C] on `texts`, and report its loss on the texts `held_out`.
 
         Equal arguments give equal encoders on one thread. `width` is a multiple of `HEAD_WIDTH`. Held-out texts are cut
-        to the longest training text. It is a `DataError` if no text has a token.
+        to the longest training text. It is a `DataError` if no text has a token. A `teacher` adds a latent to the M.
         """
-        tokens = [np.array(ids, np.int64) for ids in tokenizer.encode_batch(list(texts)) if ids]
+        texts = list(texts)
+        read = [*zip(texts, tokenizer.encode_batch(texts), strict=True)]
+        tokens = [np.array(ids, np.int64) for _, ids in read if ids]
         if not tokens:
             raise DataError("--encoder learned: the training split has no tokens, expected texts")
         sizes = AutoencoderSizes(tokenizer.vocab_size, *shape, width)
+        record: dict[str, Any] = {"steps": steps, "seed": seed}
+        meaning = None
+        if teacher is not None:
+            taught = [text for text, ids in read if ids]
+            meaning = fit_meaning(teacher, taught, tokens, (tokenizer.vocab_size, shape[1]), progress)
+            record["teacher"] = teacher.identity
         model = train_autoencoder(tokens, tokenizer.mask_id, sizes, steps, seed, progress)
         longest, encoded = max(map(len, tokens)), tokenizer.encode_each([*islice(held_out, _HELD_OUT)])
         others = [np.array(ids[:longest]) for ids in encoded if ids and not isinstance(ids, DataError)]
@@ -244,15 +291,18 @@ class LearnedEncoder(LatentEncoder):
                 losses.append(float(_denoising_loss(model, *padded, tokenizer.mask_id, generator)))
         if losses:
             progress.line(f"learned encoder: {np.mean(losses):.2f} nats in {len(others)} held-out texts")
-        return cls(model.encoder, tokenizer, sizes, steps, seed)
+        return cls(model.encoder, tokenizer, sizes, record, meaning)
 
     @property
     def identity(self) -> dict[str, Any]:
         """See `LatentEncoder.identity`."""
         digest = hashlib.sha256(self._tokenizer.identity.encode())
-        for name, weight in sorted(self._network.state_dict().items()):
+        for name, weight in sorted(self._weights().items()):
             digest.update(name.encode() + weight.numpy().tobytes())
         return make_identity(self.kind, digest.hexdigest(), self.channels) | self._options
+
+    def _weights(self) -> dict[str, Tensor]:
+        return self._network.state_dict() | ({} if self._meaning is None else {"meaning": self._meaning})
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Return latents float32 [n, M, C] of unit norm, with NaN for texts without tokens."""
@@ -263,14 +313,19 @@ class LearnedEncoder(LatentEncoder):
         with torch.inference_mode():
             for batch in length_batches(np.array([len(tokens[index]) for index in encodable])):
                 rows = encodable[batch]
-                latents[rows] = self._network(*pad_tokens([tokens[row] for row in rows])).numpy()
+                padded = pad_tokens([tokens[row] for row in rows])
+                latents[rows, : self._options["sizes"]["latent_tokens"]] = self._network(*padded).numpy()
+                if self._meaning is not None:
+                    known = (~padded[1]).float()
+                    sums = torch.einsum("bl,blc->bc", known, self._meaning[padded[0]]) + self._meaning[-1]
+                    latents[rows, -1] = F.normalize(sums, dim=-1).numpy()
         return latents
 
     def save(self, folder: Path) -> None:
         """Write the encoder to `folder`: weights, tokenizer, description."""
         write_description(folder, {"kind": self.kind, "revision": self.identity["revision"], **self._options})
         self._tokenizer.save(folder / _TOKENIZER)
-        write_tensors(folder / _WEIGHTS, self._network.state_dict())
+        write_tensors(folder / _WEIGHTS, self._weights())
 
     @classmethod
     def load(cls, folder: Path, description: dict[str, Any]) -> LearnedEncoder:
@@ -280,11 +335,18 @@ class LearnedEncoder(LatentEncoder):
         with torch.device("meta"):  # sizes that the weights do not have take no memory
             network = TextEncoder(sizes)
         try:
-            network.load_state_dict(load_file(folder / _WEIGHTS), assign=True)
+            weights = load_file(folder / _WEIGHTS)
+            shape = sizes.vocab_size + 1, sizes.channels
+            if (meaning := weights.pop("meaning", None)) is not None and meaning.shape != shape:
+                raise ValueError(f"meaning {[*meaning.shape]}, expected {[*shape]}")
+            network.load_state_dict(weights, assign=True)
         except Exception as error:  # a missing file, safetensors' own error type, other names or shapes
             reason = " ".join(str(error).split())[:300]
             raise DataError(f"{folder / _WEIGHTS}: not the weights of a learned encoder ({reason})") from None
-        encoder = cls(network, tokenizer, sizes, description["steps"], description["seed"])
+        record = {key: description[key] for key in ("steps", "seed")}
+        if "teacher" in description:
+            record["teacher"] = description["teacher"]
+        encoder = cls(network, tokenizer, sizes, record, meaning)
         if (revision := encoder.identity["revision"]) != description["revision"]:
             raise DataError(
                 f"{folder / _WEIGHTS}: weights and tokenizer have revision {revision}, expected "

@@ -73,9 +73,7 @@ class LsaEncoder(LatentEncoder):
                 f"--channels {channels}: the training split has {len(texts)} texts and {len(terms)} words, "
                 f"expected at most {max_channels} channels"
             )
-        document_frequency = np.array([frequency[term] for term in terms])
-        idf = (np.log((1 + len(texts)) / (1 + document_frequency)) + 1).astype(np.float32)
-        encoder = cls(terms, idf, np.zeros((len(terms), channels), np.float32), seed)
+        encoder = cls(terms, _idf(terms, frequency, len(texts)), np.zeros((len(terms), channels), np.float32), seed)
         matrix = encoder._matrix(texts)
         # `svd_lowrank` draws from the global generator, whose state is restored afterwards.
         with torch.random.fork_rng(devices=[]):
@@ -140,6 +138,19 @@ class LsaEncoder(LatentEncoder):
         """Load the encoder that `save` wrote."""
         arrays = load_file(folder / "lsa.safetensors")
         return cls(description["terms"], arrays["idf"], arrays["projection"], description["seed"])
+
+
+def tfidf(texts: Sequence[str]) -> torch.Tensor:
+    """Return the TF-IDF matrix of texts by all of their words, sparse float64 [n, V], with rows of unit norm or 0."""
+    frequency = Counter(word for text in texts for word in _words(text))
+    terms = sorted(frequency)
+    return LsaEncoder(terms, _idf(terms, frequency, len(texts)), np.zeros((len(terms), 0)), 0)._matrix(texts)
+
+
+def _idf(terms: Sequence[str], frequency: Counter[str], num_texts: int) -> np.ndarray:
+    """Return the inverse document frequency of terms, float32 [V], smoothed as by one text with every term."""
+    document_frequency = np.array([frequency[term] for term in terms])
+    return (np.log((1 + num_texts) / (1 + document_frequency)) + 1).astype(np.float32)
 
 
 def _words(text: str) -> Counter[str]:

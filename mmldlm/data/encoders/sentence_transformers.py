@@ -67,7 +67,7 @@ class SentenceTransformerEncoder(LatentEncoder):
             from sentence_transformers import SentenceTransformer
         except ImportError:
             raise UsageError(
-                f"--encoder {self.kind} needs sentence-transformers: {install_command('encoders')}"
+                f"{self.kind}: this needs the library of that name: {install_command('encoders')}"
             ) from None
         is_folder = Path(name_or_folder).is_dir()
         if revision and is_folder:
@@ -84,7 +84,7 @@ class SentenceTransformerEncoder(LatentEncoder):
             )
         except Exception as error:  # the library raises many kinds: OSError, ValueError, HTTP errors
             reason = " ".join(str(error).split())[:300]
-            raise DataError(f"--encoder {self.kind}:{name_or_folder}: cannot load the model ({reason})") from None
+            raise DataError(f"{self.kind}:{name_or_folder}: cannot load the model ({reason})") from None
         self._model.eval()
         if backend := getattr(self._model.tokenizer, "backend_tokenizer", None):
             make_deterministic(backend)

@@ -43,7 +43,8 @@ _DIRECTIONS: dict[str, Direction] = {
         ("generative_perplexity", "frechet_distance", "repetition_4", "unencodable", "median_rank"), "lower"
     ),
     **dict.fromkeys(("token_accuracy", "first_guess_accuracy", "exact_match", "bleu", "chrf"), "higher"),
-    **dict.fromkeys(("cosine", "reencoded_cosine", "recall_at_1", "recall_at_10", "sts_spearman"), "higher"),
+    **dict.fromkeys(("cosine", "reencoded_cosine", "recall_at_1", "recall_at_10"), "higher"),
+    **dict.fromkeys(("sts_recall_at_1", "sts_spearman"), "higher"),
     **dict.fromkeys(("distinct_1", "distinct_2", "distinct_3"), "higher"),
     **dict.fromkeys(("token_entropy", "training_similarity", "training_copies"), ""),
 }
