@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.evaluation.evaluator import Evaluation
 from mmldlm.evaluation.l2t import NEAR_COPY, NUM_SHOWN_SAMPLES, reencoding_metrics
 from mmldlm.evaluation.statistics import share_with_interval
@@ -21,6 +22,16 @@ from mmldlm.utils.slerp import slerp
 TEXTS_PER_EDIT, TEXTS_PER_PAIR = 4, 20  # so few that both take less than a tenth of the evaluation's time
 SPAN = 0.25  # share of a document's tokens that an edit generates again
 POINTS = 5  # from one document to the other, both included
+
+
+def edit_sampling(config: SamplingConfig, count: int) -> SamplingConfig:
+    """Return the settings of joint that fill a span with `count` texts, from noise in place of a latent.
+
+    The span and the latent are generated together. A latent that comes first disturbs more than it knows of the span.
+    """
+    order = "confidence" if config.decoding == "auto" and not config.remask else config.decoding
+    temperature = config.resolve_temperature("l2t", 1, count)
+    return replace(config, joint_order="together", decoding=order, temperature=temperature)
 
 
 def draw_spans(evaluation: Evaluation, count: int) -> list[slice]:
@@ -38,8 +49,8 @@ def draw_spans(evaluation: Evaluation, count: int) -> list[slice]:
 def edit_metrics(evaluation: Evaluation) -> dict[str, Any]:
     """Return metrics of documents with one span generated again, as `mmldlm sample --edit` does it (collective).
 
-    If the run trained joint, the latent is generated for the rest of the text. A suffix says that it is another one:
-    `_own_latent` the document's, `_shuffled` another document's. `_unigram` has spans drawn by token frequency.
+    If the run trained joint, the span has no latent. A suffix says that it has one: `_own_latent` the document's,
+    `_shuffled` another document's. `_unigram` has spans drawn by token frequency.
     """
     evaluation.progress.phase("documents with another span")
     run, count = evaluation.run, max(1, evaluation.num_texts // TEXTS_PER_EDIT)
@@ -59,8 +70,8 @@ def edit_metrics(evaluation: Evaluation) -> dict[str, Any]:
     }
     edited[""] = edited["_own_latent"]
     if "joint" in run.config.trained_modes:
-        drawn = replace(sampling, joint_latents="drawn", guidance=1.0)
-        edited[""] = evaluation.generate_from("joint", templates, prefixes, own, drawn).tokens
+        without = replace(edit_sampling(sampling, 1), guidance=1.0)
+        edited[""] = evaluation.generate_from("joint", templates, prefixes, own, without).tokens
     texts = evaluation.decode(edited[""])
     metrics: dict[str, Any] = {"texts": count, "kept": share_kept(run.tokenizer.encode_batch(texts), documents, spans)}
     for suffix, tokens in edited.items():

@@ -17,6 +17,7 @@ from mmldlm.diffusion.noise import MODES
 from mmldlm.diffusion.sampling import Generation
 from mmldlm.errors import UsageError
 from mmldlm.evaluation import cosine
+from mmldlm.evaluation.changes import edit_sampling
 from mmldlm.inference import batch
 from mmldlm.inference.conditions import encode_texts, read_latents
 from mmldlm.inference.edit import SpanEdit, mask_span
@@ -82,8 +83,8 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument(
         "--like",
         metavar="TEXT",
-        help="--edit: use the latent of this text; default: a latent generated for the rest of the edited text, or "
-        "its own one if the run did not train joint",
+        help="--edit: use the latent of this text; default: none, or that of the edited text if the run did not "
+        "train joint",
     )
     return parser
 
@@ -183,6 +184,7 @@ def generated_lines(
         return made(length=options.length)
     template = None if span is None else mask_span(run, span, options.span_length)
     if span is not None and options.like is None and not options.latents and "joint" in run.config.trained_modes:
+        config = edit_sampling(config, count)
         generation, texts = sample(run, "joint", config, seed, count=count, template=template, prefixes=options.prefix)
         return generation, [f"edit: {options.edit}", *_distinct(texts)]
     given = options.text if span is None else [span.text if options.like is None else options.like]

@@ -111,7 +111,7 @@ def edited(run: LoadedRun, *arguments: str) -> tuple[np.ndarray, list[str]]:
 
 
 def test_by_default_the_words_that_should_go_are_not_seen(short_run: LoadedRun) -> None:
-    """Not even by the latent, which is generated for the rest of the text."""
+    """Not even by a latent."""
     latents, lines = edited(short_run, MARKED, "-n", "3", "--span-length", "4")
     others, same = edited(short_run, "The rose of [tune] water.", "-n", "3", "--span-length", "4")
     assert lines == same and np.array_equal(latents, others) and len(latents) == 3
