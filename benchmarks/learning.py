@@ -141,10 +141,10 @@ CASES = {
 
 
 def value(metrics: Mapping[str, Any], name: str) -> Any:
-    """Look up a metric, e.g. "l2t.bleu", in the contents of `evaluation.json`."""
+    """Look up a metric, e.g. "l2t.bleu", in the contents of `evaluation.json`. None if it was not measured."""
     node: Any = metrics
     for part in name.split("."):
-        node = node[part]
+        node = node.get(part) if node else None
     return node
 
 
@@ -278,7 +278,7 @@ def measure(name: str, options: argparse.Namespace, folder: Path) -> dict[str, A
 
 # --- tables of the pages --------------------------------------------------------------------------
 
-# Title of the row, metric, its baseline, and a description of the baseline.
+# Title of the row, metric, its baselines, and a description of each, or of what has no figure.
 _NEAREST, _ANOTHER = "nearest training text", "another text's latent"
 _RIDGE = "ridge regression from token counts"
 SHORT_ROWS = ("l2t.exact_match", "l2t.bleu", "l2t.bits_per_token", "t2l.cosine")  # in README.md
@@ -293,8 +293,8 @@ ROWS = (
     (
         "bits per token, text alone, with its length (upper bound)",
         "bits_per_token_with_length",
-        "controls.unigram_bits_per_token_with_length",
-        "unigram",
+        "controls.unigram_bits_per_token_with_length controls.trigram_bits_per_token_with_length",
+        "unigram, trigram",
     ),
     ("BLEU of texts generated from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu", _NEAREST),
     (
@@ -319,12 +319,30 @@ ROWS = (
     ("t2l cosine to the true latent", "t2l.cosine", "t2l.cosine_ridge", _RIDGE),
 )
 JOINT_ROWS = (
-    ("cosine of the text's latent to the one generated with it", "reencoded_cosine"),
-    ("that to the latent that was drawn first", "reencoded_cosine_drawn"),
-    ("distinct pairs of tokens", "distinct_2"),
-    ("the same of held-out texts", "distinct_2_true"),
-    ("token entropy", "token_entropy"),
-    ("the same of held-out texts", "token_entropy_true"),
+    ("trigram bits per token of the texts", "joint.trigram_bits_per_token"),
+    ("of held-out texts", "joint.trigram_bits_per_token_true"),
+    ("of held-out texts with shuffled words", "joint.trigram_bits_per_token_shuffled_words"),
+    ("cosine of the text's latent to the latent that was drawn first", "joint.reencoded_cosine_drawn"),
+    ("to the latent that t2l finds from the text (no agreement)", "joint.reencoded_cosine"),
+    ("distinct pairs of tokens", "joint.distinct_2"),
+    ("of held-out texts", "joint.distinct_2_true"),
+    ("token entropy", "joint.token_entropy"),
+    ("of held-out texts", "joint.token_entropy_true"),
+)
+EDIT_ROWS = (
+    ("share of edits that change the span", "edit.changed"),
+    ("with the text's own latent", "edit.changed_own_latent"),
+    ("share of the other words that are kept", "edit.kept"),
+    ("trigram bits per token of edited texts", "edit.trigram_bits_per_token"),
+    ("of the texts before", "edit.trigram_bits_per_token_true"),
+    ("with another text's latent", "edit.trigram_bits_per_token_shuffled"),
+    ("with words by their frequency", "edit.trigram_bits_per_token_unigram"),
+)
+INTERPOLATION_ROWS = (
+    ("trigram bits per token of texts between two texts", "interpolation.trigram_bits_per_token"),
+    ("of the two texts", "interpolation.trigram_bits_per_token_ends"),
+    ("cosine of a text's latent to the latent that was asked for", "interpolation.reencoded_cosine"),
+    ("near copies of one of the two texts", "interpolation.copies"),
 )
 
 
@@ -337,12 +355,14 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
             f"| `{name}`, held-out sentences | median of {count} seeds | 95 % of runs | baseline |",
             "|---" * 4 + "|",
         ]
-        for title, metric, baseline, what in ROWS:
-            values = [value(seed["metrics"], metric) for seed in corpus["seeds"]]
-            shown = f"({what})" if baseline else what
-            if baseline:
-                by_seed = [{**seed["metrics"], "copies": corpus["copies"]} for seed in corpus["seeds"]]
-                shown = f"{_number(median(value(metrics, baseline) for metrics in by_seed))} {shown}"
+        by_seed = [{**seed["metrics"], "copies": corpus["copies"]} for seed in corpus["seeds"]]
+        for title, metric, baselines, what in ROWS:
+            values = [value(metrics, metric) for metrics in by_seed]
+            shown = what
+            if baselines:
+                measured = [[value(metrics, baseline) for metrics in by_seed] for baseline in baselines.split()]
+                pairs = zip(measured, what.split(", "), strict=True)
+                shown = ", ".join(f"{_number(median(each))} ({of})" for each, of in pairs if None not in each)
             spread = " to ".join(map(_number, interval_of_a_run([seed["metrics"] for seed in corpus["seeds"]], metric)))
             lines.append(f"| {title} | {_number(median(values))} | {spread} | {shown} |")
         # The time is unknown (None) if an earlier start of the run was killed.
@@ -365,7 +385,10 @@ def learning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
             f"{copies['texts']} held-out sentences share at least {NEAR_COPY_OVERLAP:.0%} of their words, in the same "
             f"order, with a training sentence; {copies['close']:.1%} share at least {CLOSE:.0%}."
         )
-    made["joint"] = _joint_table(result["corpora"])
+        made[f"{name}-generated"] = _generated(corpus["seeds"][0]["metrics"])
+    made["without-a-latent"] = _without_a_latent(result["corpora"]["simple-docs"]["seeds"])
+    made["joint"] = _table("both from noise", JOINT_ROWS, result["corpora"])
+    made["edits-and-interpolations"] = _table("", (*EDIT_ROWS, *INTERPOLATION_ROWS), result["corpora"])
     made["by-way-of-the-latent"] = _latent_table(result["corpora"])
     made["length-bits"] = _length_table(result["corpora"])
     return made
@@ -387,14 +410,40 @@ def interval_of_a_run(seeds: Sequence[Mapping[str, Any]], metric: str) -> tuple[
     return max(0.0, center - half), min(1.0, center + half) if bounded else center + half
 
 
-def _joint_table(corpora: Mapping[str, Any]) -> str:
-    """Return the metrics of joint by corpus, medians over the seeds with their range, as Markdown."""
-    rows = [{"both from noise": title} for title, _ in JOINT_ROWS]
+def _table(head: str, metrics: Sequence[tuple[str, str]], corpora: Mapping[str, Any]) -> str:
+    """Return metrics by corpus, medians over the seeds with their range, as Markdown."""
+    rows = [{head: title} for title, _ in metrics]
     for name, corpus in corpora.items():
-        for row, (_, metric) in zip(rows, JOINT_ROWS, strict=True):
-            values = [seed["metrics"]["joint"][metric] for seed in corpus["seeds"]]
+        for row, (_, metric) in zip(rows, metrics, strict=True):
+            values = [value(seed["metrics"], metric) for seed in corpus["seeds"]]
             row[f"`{name}`, {len(corpus['seeds'])} seeds"] = median_with_range(values)
     return markdown(rows)
+
+
+def _without_a_latent(seeds: Sequence[Mapping[str, Any]]) -> str:
+    """Return what README.md says of texts without a latent of their own."""
+
+    def known(metric: str) -> str:
+        values = [value(seed["metrics"], metric) for seed in seeds]
+        return "-" if None in values else _number(median(values))
+
+    return (
+        f"Text alone is weak: {known('bits_per_token_with_length')} bits per token, of a trigram model "
+        f"{known('controls.trigram_bits_per_token_with_length')}. [Texts from noise](docs/results.md#without-a-latent) "
+        f"have {known('joint.trigram_bits_per_token')} trigram bits, held-out ones "
+        f"{known('joint.trigram_bits_per_token_true')}."
+    )
+
+
+def _generated(metrics: Mapping[str, Any]) -> str:
+    """Return the first texts of joint, edits and interpolations as Markdown."""
+    lines = ["Both from noise:", "", *(f"- {text}" for text in value(metrics, "joint.samples"))]
+    edits, ways = (value(metrics, f"{name}.samples") or [] for name in ("edit", "interpolation"))
+    lines += ["", "The words in brackets generated again:", ""] if edits else []
+    lines += [f"- {edit['edit']} → {edit['text']}" for edit in edits]
+    lines += ["", "From one text to another:", ""] if ways else []
+    lines += [f"- {' → '.join(texts)}" for texts in ways[:FIRST_SHOWN]]
+    return "\n".join(lines)
 
 
 def _exact_match_table(seeds: Sequence[Mapping[str, Any]]) -> str:

@@ -57,8 +57,8 @@ class Demo:
         return self._rows([text, *filter(str.strip, others.splitlines())], made.latents)
 
     def joint(self, prefix: str, count: int, steps: int | None, temperature: float | None, seed: int) -> Rows:
-        """Generate texts with their latents from noise. Cosines are those of the latents to the encoder's."""
-        settings = _given(steps=steps, temperature=temperature)
+        """Generate texts with latents from noise. Cosines compare the latents drawn first with those of the texts."""
+        settings = _given(steps=steps, temperature=temperature, joint_latents="drawn")
         made = self.model.sample(mode="joint", count=count or 1, prefixes=[prefix], seed=seed or 0, **settings)
         return self._rows(made.texts, made.latents)
 
@@ -113,7 +113,7 @@ def make_page(model: mmldlm.Model) -> gr.Blocks:
     return gr.TabbedInterface([*tabs.values()], [*tabs], title=escape(f"mmldlm: {model}"), analytics_enabled=False)
 
 
-def _given(**settings: float | None) -> dict[str, Any]:
+def _given(**settings: float | str | None) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 

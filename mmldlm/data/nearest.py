@@ -75,7 +75,7 @@ class TextIndex:
     """Index over texts (token ids below `vocab_size`) that finds the text most similar to another one."""
 
     def __init__(self, texts: Sequence[np.ndarray], vocab_size: int):
-        self._texts, self._counts = texts, sparse_counts(texts, vocab_size)
+        self.texts, self._counts = texts, sparse_counts(texts, vocab_size)
         self.lengths = torch.tensor([len(text) for text in texts], dtype=torch.float64)
 
     @property
@@ -106,5 +106,5 @@ class TextIndex:
         for bound, row in zip(bounds.tolist(), order.tolist(), strict=True):
             if bound <= best:
                 break
-            best = max(best, SequenceMatcher(None, own, self._texts[row].tolist(), autojunk=False).ratio())
+            best = max(best, SequenceMatcher(None, own, self.texts[row].tolist(), autojunk=False).ratio())
         return best

@@ -26,6 +26,8 @@ from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.errors import DataError
+from mmldlm.evaluation.statistics import BITS
+from mmldlm.evaluation.trigram import TrigramModel
 from mmldlm.loading.load import LoadedRun
 from mmldlm.utils.progress import Progress
 
@@ -106,9 +108,10 @@ class Evaluation:
         self.lengths = np.array([len(text) for text in self.tokens])
         latents = run.store.standardize(self.raw_latents)
         cycle = rng.permutation(count)
-        other = np.empty(count, np.int64)
-        other[cycle] = np.roll(cycle, 1)  # a single cycle through all documents, so that no document keeps its latent
-        self.latents: dict[Condition, np.ndarray] = {"own": latents, "shuffled": latents[other]}
+        self.others = np.empty(count, np.int64)
+        # A single cycle through all documents, so that no document keeps its latent.
+        self.others[cycle] = np.roll(cycle, 1)
+        self.latents: dict[Condition, np.ndarray] = {"own": latents, "shuffled": latents[self.others]}
         if latents.shape[1] == 1:  # in the standardized space, the mean over all tokens is the origin
             self.latents["mean"] = np.zeros_like(latents)
 
@@ -186,29 +189,34 @@ class Evaluation:
         """
         if mode == "joint":  # without a condition there is nothing to guide to
             sampling = replace(sampling, guidance=1.0)
-        latents = self.given_latents(condition)
-        return self._generate(mode, self.tokens[:count], self.prefixes, latents, sampling, chooser)
+        start = self.tokens[:count]
+        if mode != "t2l":
+            start = [[self.run.objective.text.mask_id] * len(tokens) for tokens in start]
+        return self.generate_from(mode, start, self.prefixes, self.given_latents(condition), sampling, chooser)
 
     def generate_latents(
         self, tokens: Sequence[Sequence[int]], sampling: SamplingConfig, prefixes: Sequence[Sequence[int]] | None = None
     ) -> np.ndarray:
         """Generate standardized latents [n, M, C] for texts given as tokens, in t2l (collective)."""
         empty = np.zeros((len(tokens), *self.raw_latents.shape[1:]), np.float32)
-        return self._generate("t2l", tokens, prefixes or [()] * len(tokens), empty, sampling).latents
+        return self.generate_from("t2l", tokens, prefixes or [()] * len(tokens), empty, sampling).latents
 
     @torch.no_grad()
-    def _generate(
+    def generate_from(
         self,
         mode: Mode,
-        given_tokens: Sequence[Sequence[int]],
+        start: Sequence[Sequence[int]],
         prefixes: Sequence[Sequence[int]],
         given_latents: np.ndarray,
         sampling: SamplingConfig,
         chooser: Chooser | None = None,
     ) -> GeneratedSamples:
-        """Generate from latents. In t2l, `given_tokens` are the texts. Otherwise their lengths are used."""
-        run, count, text = self.run, len(given_tokens), self.run.objective.text
-        lengths = np.array([len(tokens) for tokens in given_tokens])
+        """Generate n samples from standardized latents [n, M, C] and from texts, whose [MASK] tokens alone change.
+
+        With a `chooser`, only the number of samples matters in `start` (collective).
+        """
+        run, count = self.run, len(start)
+        lengths = np.array([len(tokens) for tokens in start])
         latents = np.zeros((count, *self.raw_latents.shape[1:]))
         # float64 represents every token id and length exactly, so one sum over the ranks can merge them.
         longest = run.store.manifest.max_length if chooser else lengths.max()
@@ -226,9 +234,8 @@ class Evaluation:
                 request = TextRequest(given.to(run.device), longest, prefixes=heads, judged_by=judges)
                 generation = generate_best(sampler, streams, request, fit)
             else:
-                own = [given_tokens[row] if mode == "t2l" else [text.mask_id] * len(given_tokens[row]) for row in rows]
-                start = [[*head, *tokens] for head, tokens in zip(heads, own, strict=True)]
-                generation = sampler.generate(mode, streams, given.to(run.device), start)
+                whole = [[*head, *start[row]] for head, row in zip(heads, rows, strict=True)]
+                generation = sampler.generate(mode, streams, given.to(run.device), whole)
             if not counted:
                 continue
             passes += generation.passes
@@ -267,6 +274,15 @@ class Evaluation:
         counts = self.token_counts + 1
         log_p = np.log(counts / counts.sum())
         return np.array([-log_p[text].sum() for text in self.tokens])
+
+    @cached_property
+    def trigrams(self) -> TrigramModel:
+        """Model of the training split's texts, of 100,000 of them if there are more."""
+        return TrigramModel(self._training_texts.texts, self.run.store.manifest.vocab_size)
+
+    def trigram_bits_per_token(self, texts: Sequence[Sequence[int]]) -> float:
+        """Return the bits of texts and their ends by `trigrams`, divided by the numbers of tokens."""
+        return float(self.trigrams.nats(texts).sum()) * BITS / sum(map(len, texts))
 
     def marginal_length_nats(self) -> np.ndarray:
         """Return the nats of the documents' lengths, float64 [n], under the training split's smoothed (+1) lengths."""

@@ -1,7 +1,7 @@
 """Metrics of joint generation: texts and their latents from noise.
 
-There is no reference, so we measure the generations as a set: how predictable and how diverse the texts are, how the
-latents are distributed, and whether each text fits its latent.
+There is no reference, so we measure the generations as a set: how much the texts are like the language of the training
+split, how diverse they are, how the latents are distributed, and whether each text fits its latent.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from mmldlm.diffusion.noise import MODES, SampleStreams
 from mmldlm.evaluation.evaluator import Evaluation
-from mmldlm.evaluation.l2t import NUM_SHOWN_SAMPLES, memorization_metrics, reencoding_metrics
+from mmldlm.evaluation.l2t import NUM_SHOWN_SAMPLES, add_suffix, memorization_metrics, reencoding_metrics
 from mmldlm.evaluation.statistics import distinct, frechet_distance, repetition, token_entropy
 
 REPETITION_NGRAM = 4  # tokens
@@ -61,7 +61,8 @@ def frechet_metrics(evaluation: Evaluation, latents: np.ndarray) -> dict[str, An
 def joint_metrics(evaluation: Evaluation) -> dict[str, Any]:
     """Return the joint metrics, for texts generated with the lengths of held-out documents (collective).
 
-    Keys with `_true` are measured on the held-out documents, keys with `_unigram` on tokens drawn by frequency.
+    Keys with `_true` are measured on the held-out documents, keys with `_shuffled_words` on their tokens in random
+    order, and keys with `_unigram` on tokens drawn by frequency.
     """
     evaluation.progress.phase("texts and latents from noise")
     run, count = evaluation.run, evaluation.num_texts
@@ -79,13 +80,19 @@ def joint_metrics(evaluation: Evaluation) -> dict[str, Any]:
     texts = {suffix: evaluation.decode(tokens) for suffix, tokens in token_sets.items()}
     for suffix, tokens in token_sets.items():
         metrics |= {key + suffix: value for key, value in diversity_metrics(tokens).items()}
+    rng = np.random.default_rng(evaluation.config.seed)
+    token_sets["_shuffled_words"] = [rng.permutation(tokens).tolist() for tokens in token_sets["_true"]]
+    for suffix, tokens in token_sets.items():
+        metrics[f"trigram_bits_per_token{suffix}"] = evaluation.trigram_bits_per_token(tokens)
     metrics |= frechet_metrics(evaluation, latents)
     evaluation.progress.phase("re-encoding of the generated texts")
-    encoded, raw = evaluation.encode(texts[""]), run.store.restore(latents)
-    metrics |= reencoding_metrics(encoded, raw)
-    metrics["reencoded_cosine_shuffled"] = reencoding_metrics(encoded, np.roll(raw, 1, axis=0))["reencoded_cosine"]
-    drawn = reencoding_metrics(encoded, run.store.restore(generated.latents))
-    metrics["reencoded_cosine_drawn"] = drawn["reencoded_cosine"]
+    encoded = evaluation.encode(texts[""])
+    for suffix, standardized in (("_drawn", generated.latents), ("", latents)):
+        raw = run.store.restore(standardized)
+        measured = reencoding_metrics(encoded, raw)
+        other = reencoding_metrics(encoded, np.roll(raw, 1, axis=0))["reencoded_cosine"]
+        metrics |= {add_suffix(key, suffix): value for key, value in measured.items() if key != "unencodable"}
+        metrics |= {f"reencoded_cosine{suffix}_shuffled": other, "unencodable": measured["unencodable"]}
     metrics |= memorization_metrics(evaluation, generated.tokens)
     metrics["samples"] = texts[""][:NUM_SHOWN_SAMPLES]
     return metrics

@@ -144,7 +144,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
         measured = reference_metrics(*compared, with_intervals=not suffix, unknown=unknown)
         measured |= reencoding_metrics(evaluation.encode(texts), truth)
         measured |= fault_metrics(tokens, reference_tokens, words)
-        metrics.update({_add_suffix(key, suffix): value for key, value in measured.items()})
+        metrics.update({add_suffix(key, suffix): value for key, value in measured.items()})
         return texts
 
     for condition, suffix in SUFFIXES.items():
@@ -174,10 +174,10 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     add("_unigram", evaluation.unigram_tokens(count))
     upper_bound = reencoding_metrics(evaluation.encode(references), truth)
     upper_bound |= {"doubled_words": fault_metrics(reference_tokens, reference_tokens, words)["doubled_words"]}
-    return metrics | {_add_suffix(key, "_true"): value for key, value in upper_bound.items()}
+    return metrics | {add_suffix(key, "_true"): value for key, value in upper_bound.items()}
 
 
-def _add_suffix(key: str, suffix: str) -> str:
+def add_suffix(key: str, suffix: str) -> str:
     """Insert `suffix` into a key, before `_ci95` if it has that, e.g. `token_accuracy_shuffled_ci95`."""
     name, ci, rest = key.partition("_ci95")
     return name + suffix + ci + rest

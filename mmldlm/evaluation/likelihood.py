@@ -171,14 +171,17 @@ def _by_confidence(evaluation: Evaluation, condition: Condition, bound: TextBoun
 
 
 def likelihood_of_text(evaluation: Evaluation) -> dict[str, Any]:
-    """Return the bound of texts without latents, with the unigram baseline (collective)."""
+    """Return the bound of texts without latents, with the baselines unigram and trigram (collective)."""
     evaluation.progress.phase("bound, no latent")
     bound, unigram = text_bound(evaluation, "none"), evaluation.unigram_nats()
     controls = _bits_by_unit(evaluation, unigram)
     controls |= _bits_with_length(evaluation, unigram, evaluation.marginal_length_nats())
+    kept = {f"unigram_{key}": value for key, value in controls.items() if not key.endswith(_ERRORS)}
+    # The trigram model ends a text by a token, so the bits of the length are among the others.
+    kept["trigram_bits_per_token_with_length"] = evaluation.trigram_bits_per_token(evaluation.tokens)
     return {
         **_text_metrics(evaluation, bound, "none"),
-        "controls": {f"unigram_{key}": value for key, value in controls.items() if not key.endswith(_ERRORS)},
+        "controls": kept,
         "by_length": _by_length(evaluation, bound, {"unigram_bits_per_token": unigram}),
         "by_t_text": _by_noise_bin(evaluation, bound, {}),
         "by_way_of_the_latent": _by_way_of_the_latent(evaluation, bound),

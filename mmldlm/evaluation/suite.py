@@ -12,6 +12,7 @@ from typing import Any
 from mmldlm.checkpoint.state import weights_hash
 from mmldlm.diffusion.noise import Mode
 from mmldlm.distributed.collectives import Collectives
+from mmldlm.evaluation.changes import edit_metrics, interpolation_metrics
 from mmldlm.evaluation.evaluator import Evaluation, EvaluationConfig
 from mmldlm.evaluation.joint import joint_metrics
 from mmldlm.evaluation.l2t import text_metrics
@@ -92,6 +93,7 @@ def evaluate(
         result |= likelihood_of_text(evaluation)
     if "l2t" in modes:
         result["l2t"] = likelihood_given_latents(evaluation) | text_metrics(evaluation)
+        result["edit"], result["interpolation"] = edit_metrics(evaluation), interpolation_metrics(evaluation)
     if "t2l" in modes:
         result["t2l"] = latent_metrics(evaluation)
         if pairs:

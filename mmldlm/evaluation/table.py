@@ -23,7 +23,11 @@ _TEXT: list[Row] = [
     ("bits per token", "bits_per_token", {"unigram": "unigram_bits_per_token"}),
     ("bits per character", "bits_per_character", {"unigram": "unigram_bits_per_character"}),
     *_LIKELIHOOD,
-    ("bits per token with length", "bits_per_token_with_length", {"unigram": "unigram_bits_per_token_with_length"}),
+    (
+        "bits per token with length",
+        "bits_per_token_with_length",
+        {name: f"{name}_bits_per_token_with_length" for name in ("unigram", "trigram")},
+    ),
 ]
 _MEMORIZATION: list[Row] = [
     ("similarity to training text", "training_similarity", {"held-out": "_true"}),
@@ -62,14 +66,27 @@ _T2L: list[Row] = [
 ]
 _TEXTS = {"held-out": "_true", "unigram": "_unigram"}
 _JOINT: list[Row] = [
+    ("trigram bits per token", "trigram_bits_per_token", {**_TEXTS, "shuffled words": "_shuffled_words"}),
     ("token entropy (bits)", "token_entropy", _TEXTS),
     ("distinct-1", "distinct_1", _TEXTS),
     ("distinct-2", "distinct_2", _TEXTS),
     ("distinct-3", "distinct_3", _TEXTS),
     ("repetition (4-grams)", "repetition_4", _TEXTS),
     ("latent Frechet distance", "frechet_distance", {"held-out": "_true", "noise": "_noise"}),
-    ("re-encoded cosine", "reencoded_cosine", {"shuffled": "_shuffled"}),
+    ("cosine to the drawn latent", "reencoded_cosine_drawn", {"shuffled": "_shuffled"}),
+    ("  to t2l of the finished text", "reencoded_cosine", {"shuffled": "_shuffled"}),
     *_MEMORIZATION,
+]
+_LATENTS = {"own latent": "_own_latent", "another text's": "_shuffled"}
+_EDIT: list[Row] = [
+    ("spans that changed", "changed", {**_LATENTS, "unigram": "_unigram"}),
+    ("tokens outside that were kept", "kept", {}),
+    ("trigram bits per token", "trigram_bits_per_token", {"documents": "_true", **_LATENTS, "unigram": "_unigram"}),
+]
+_INTERPOLATION: list[Row] = [
+    ("trigram bits per token", "trigram_bits_per_token", {"both documents": "_ends"}),
+    ("re-encoded cosine", "reencoded_cosine", {}),
+    ("near copies of a document", "copies", {}),
 ]
 
 
@@ -83,6 +100,8 @@ def table(result: Mapping[str, Any]) -> str:
         ("l2t", "l2t: {texts} texts from latents", _L2T),
         ("t2l", "t2l: latents from texts, {candidates} candidates", _T2L),
         ("joint", "joint: {texts} texts and latents from noise", _JOINT),
+        ("edit", "a quarter of the words generated again, in {texts} documents", _EDIT),
+        ("interpolation", "{texts} texts between the documents of {pairs} pairs", _INTERPOLATION),
     ):
         if mode in result:
             lines += _section(title.format(**result[mode]), rows, result[mode])
@@ -92,6 +111,8 @@ def table(result: Mapping[str, Any]) -> str:
     ):
         if metrics.get("bits_per_token", 0) > metrics.get(key, math.inf):
             lines.append(f"  {title}: worse than unigram, which has the frequencies of single tokens alone")
+    if result.get(key := "bits_per_token_with_length", 0) > result.get("controls", {}).get(f"trigram_{key}", math.inf):
+        lines.append("  text alone, with length: worse than trigram, which has the frequencies of three tokens")
     joint = result.get("joint", {})
     if joint and joint["frechet_distance"] is None:
         lines.append(f"  the Frechet distance needs --texts {joint['frechet_samples_needed']} or more")
@@ -107,6 +128,9 @@ def table(result: Mapping[str, Any]) -> str:
     if "t2l" in result:
         rows = result["t2l"]["by_t_latent"]
         lines += ["", "latents from texts by noise bin, in one pass", *_columns(rows, "t_latent")]
+    if "interpolation" in result:
+        rows, title = result["interpolation"]["by_way"], "texts between two documents, and the latents between theirs"
+        lines += ["", title, *_columns(rows, titles=_BETWEEN_TITLES)]
     return "\n".join(lines)
 
 
@@ -144,6 +168,13 @@ _WAY_TITLES = {
     "text_bits_per_token": "of the text",
     "bits_per_token": "together",
 }
+_BETWEEN_TITLES = {
+    "trigram_bits_per_token": "trigram bits",
+    "cosine_start": "cosine to the first",
+    "cosine_start_given": "of the latent",
+    "cosine_end": "to the last",
+    "cosine_end_given": "of the latent",
+}
 
 
 def _columns(rows: Sequence[Mapping[str, Any]], time: str = "", titles: Mapping[str, str] = _TITLES) -> list[str]:
@@ -167,7 +198,7 @@ def _cell(name: str, value: Any) -> str:
 
 
 def samples_markdown(result: Mapping[str, Any]) -> str:
-    """Return `samples.md`: generations with their references, and joint generations."""
+    """Return `samples.md`: generations with their references, joint generations, edits and interpolations."""
     lines = [f"# Samples at step {result['step']}, {WEIGHTS_LABELS[result['weights']]}"]
     if "l2t" in result:
         lines += ["", "## Latent to text", ""]
@@ -176,6 +207,14 @@ def samples_markdown(result: Mapping[str, Any]) -> str:
     if "joint" in result:
         lines += ["", "## Joint: text and latent together, from noise", ""]
         lines += [f"- `{_inline(text)}`" for text in result["joint"]["samples"]]
+    if "edit" in result:
+        lines += ["", "## Edits: the words in brackets are generated again", ""]
+    for pair in result.get("edit", {}).get("samples", []):
+        lines += [f"- document: `{_inline(pair['edit'])}`", f"  edited:   `{_inline(pair['text'])}`"]
+    if "interpolation" in result:
+        lines += ["", "## From one document to another", ""]
+        for texts in result["interpolation"]["samples"]:
+            lines += [f"{'- ' if not place else '  '}`{_inline(text)}`  " for place, text in enumerate(texts)]
     return "\n".join(lines) + "\n"
 
 

@@ -17,6 +17,7 @@ from mmldlm.diffusion.noise import MODES
 from mmldlm.diffusion.sampling import Generation
 from mmldlm.errors import UsageError
 from mmldlm.evaluation import cosine
+from mmldlm.evaluation.changes import edit_sampling
 from mmldlm.inference import batch
 from mmldlm.inference.conditions import encode_texts, read_latents
 from mmldlm.inference.edit import SpanEdit, mask_span
@@ -37,7 +38,7 @@ _EXCLUDES = {
     "interpolate": (("edit", "text", "latents", "count", "prefix"), ", which generates one text per point"),
     "edit": (("text", "length"), ", which has its own text and uses --span-length"),
     "like": (("latents",), ", since its latent is used"),
-    "search": (("count", "length", "interpolate", "edit"), ", which improves one text of a latent, of any length"),
+    "search": (("count", "length", "edit"), ", which improves one text of a latent, of any length"),
 }
 
 
@@ -79,7 +80,12 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--points", type=int, help=f"texts from A to B, both included; default: {DEFAULT_POINTS}")
     group.add_argument("--edit", metavar="TEXT", help="regenerate the [span] of this text; \\[ and \\] are brackets")
     group.add_argument("--span-length", type=int, help="tokens to generate for the span; default: as many as it has")
-    group.add_argument("--like", metavar="TEXT", help="--edit: use the latent of this text; default: of the edited one")
+    group.add_argument(
+        "--like",
+        metavar="TEXT",
+        help="--edit: use the latent of this text; default: none, or that of the edited text if the run did not "
+        "train joint",
+    )
     return parser
 
 
@@ -177,6 +183,10 @@ def generated_lines(
     if options.mode == "joint":
         return made(length=options.length)
     template = None if span is None else mask_span(run, span, options.span_length)
+    if span is not None and options.like is None and not options.latents and "joint" in run.config.trained_modes:
+        config = edit_sampling(config, count)
+        generation, texts = sample(run, "joint", config, seed, count=count, template=template, prefixes=options.prefix)
+        return generation, [f"edit: {options.edit}", *_distinct(texts)]
     given = options.text if span is None else [span.text if options.like is None else options.like]
     raw = read_latents(run, options.latents) if options.latents else encode_texts(run, given)
     generation, texts = made(raw, length=options.length, template=template)

@@ -1,6 +1,6 @@
 """Generate with a trained run: conditions in, texts and latents out, on the encoder's own scale.
 
-Shape letters: n conditions, B samples, P points between two latents, M latent tokens of a sample, C latent channels.
+Shape letters: n conditions, B samples, M latent tokens of a sample, C latent channels.
 """
 
 from __future__ import annotations
@@ -19,14 +19,11 @@ from mmldlm.diffusion.sampling import (
     Generation,
     SamplingConfig,
     draw_lengths,
-    length_probabilities,
-    median_lengths,
 )
 from mmldlm.errors import DataError, UsageError
 from mmldlm.loading.load import LoadedRun
 from mmldlm.settings.successors import notice
-
-MIN_SINE = 1e-4  # below this angle between two directions, arc and chord cannot be distinguished
+from mmldlm.utils.slerp import slerp
 
 
 def sample(
@@ -51,7 +48,7 @@ def sample(
             its median in l2t, a draw in joint.
         slots: int64 [n], or [B] outside of l2t: keys of the random streams of the conditions or samples. By default,
             all use one stream.
-        template: In l2t, the tokens of a text. Only its [MASK] tokens are generated.
+        template: In l2t and joint, the tokens of a text. Only its [MASK] tokens are generated.
         prefixes: Texts that the generated ones follow (see `prepare --prefix-field`): one for all, or one for each
             condition. In joint, each prefix is a condition.
 
@@ -86,31 +83,10 @@ def sample(
     if mode == "joint":
         drawn = lengths or draw_lengths(run.model, manifest.mask_id, latents.to(run.device), generator)
         each = [head for head in heads for _ in range(count)]
-        start = [[*head, *[manifest.mask_id] * number] for head, number in zip(each, drawn, strict=True)]
+        start = [[*head, *(template or [manifest.mask_id] * number)] for head, number in zip(each, drawn, strict=True)]
         return generate_and_decode(run, mode, config, generator, latents, start)
     request = TextRequest(latents.to(run.device), manifest.max_length, count, lengths or None, template, heads)
     return decoded(run, generate_best(run.sampler(config), generator, request, run.fit(config)))
-
-
-def slerp(a: np.ndarray, b: np.ndarray, points: int) -> np.ndarray:
-    """Interpolate from `a` to `b` [M, C], both included, in equal steps of the angle. Return float32 [P, M, C].
-
-    The direction of each latent token follows the great circle (Shoemake, SIGGRAPH 1985, and for generative models
-    White, arXiv 1609.04468). Its norm is interpolated linearly. Standardized latents lie near the sphere of norm
-    sqrt(C) around the mean latent. A straight line would pass near the mean of all texts, which is no text's latent. If
-    no unique great circle exists (equal or opposite directions, or a zero latent), the interpolation is linear.
-    """
-    # Shapes: weight [P, 1, 1], directions u and v [M, C], norms and angle [M, 1].
-    weight = np.linspace(0, 1, points)[:, None, None]
-    norms = [np.linalg.norm(x.astype(np.float64), axis=-1, keepdims=True) for x in (a, b)]
-    u, v = (x / np.maximum(norm, 1e-12) for x, norm in zip((a, b), norms, strict=True))
-    angle = np.arccos(np.clip((u * v).sum(-1, keepdims=True), -1, 1))
-    sine = np.sin(angle)
-    has_arc = (sine > MIN_SINE) & (norms[0] > 0) & (norms[1] > 0)
-    # Rows without an arc are divided by 1 here, and follow the straight line below.
-    direction = (np.sin((1 - weight) * angle) * u + np.sin(weight * angle) * v) / np.where(has_arc, sine, 1)
-    norm = (1 - weight) * norms[0] + weight * norms[1]
-    return np.where(has_arc, norm * direction, (1 - weight) * a + weight * b).astype(np.float32)
 
 
 def interpolate(
@@ -121,29 +97,14 @@ def interpolate(
     points: int,
     length: int | None = None,
 ) -> tuple[Generation, list[str]]:
-    """Generate a text for each of `points` latents between the two `raw_latents` [2, M, C], both included.
+    """Generate a text for each of `points` latents between the two `raw_latents` [2, M, C], both included, as `sample`.
 
-    All texts have the same length, by default the length head's median for the middle latent, and use the same random
-    numbers. So neighbors differ only in their latents.
+    All texts use the same random numbers, so neighbors differ only in their latents.
     """
-    check_guidance(run, "l2t", config)
-    a, b = run.store.standardize(raw_latents)
-    if not length:
-        middle = torch.from_numpy(slerp(a, b, 3)[1:2]).to(run.device)
-        length = int(median_lengths(length_probabilities(run.model, run.store.manifest.mask_id, middle, 0.0)))
-    results, start = [], [[run.store.manifest.mask_id] * length]
-    for latent in torch.from_numpy(slerp(a, b, points)).split(1):
-        # Generate one by one, because samples in a batch get different random numbers.
-        generator = torch.Generator().manual_seed(seed)
-        results.append(generate_and_decode(run, "l2t", config, generator, latent, start))
-    generation = Generation(
-        torch.cat([part.tokens for part, _ in results]),
-        (length,) * points,
-        torch.cat([part.latents for part, _ in results]),
-        torch.cat([part.log_p for part, _ in results]),
-        sum(part.passes for part, _ in results),
-    )
-    return generation, [text for _, texts in results for text in texts]
+    start, end = run.store.standardize(raw_latents)
+    latents = run.store.restore(slerp(start, end, points))
+    one_stream = torch.zeros(points, dtype=torch.int64)
+    return sample(run, "l2t", config, seed, latents, length=length, slots=one_stream)
 
 
 def generate_and_decode(

@@ -13,6 +13,7 @@ from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.errors import DataError, UsageError
 from mmldlm.inference import encode_texts, sample
+from mmldlm.inference.command import build_parser, generated_lines
 from mmldlm.inference.edit import SpanEdit, mask_span
 from mmldlm.loading.load import LoadedRun
 
@@ -101,6 +102,24 @@ def test_versions_differ_in_the_span_only(short_run: LoadedRun) -> None:
     assert np.allclose(made.latents.numpy(), latents.repeat(3, axis=0), atol=1e-6)
     with pytest.raises(DataError, match=r"--edit: .*\d+ tokens.*\d+"):
         mask_span(short_run, SpanEdit.parse(MARKED), 500)
+
+
+def edited(run: LoadedRun, *arguments: str) -> tuple[np.ndarray, list[str]]:
+    options = build_parser().parse_args(["unused", "--edit", *arguments])
+    made, lines = generated_lines(options, run, SpanEdit.parse(options.edit))
+    return made.latents.numpy(), lines[1:]
+
+
+def test_by_default_the_words_that_should_go_are_not_seen(short_run: LoadedRun) -> None:
+    """Not even by a latent."""
+    latents, lines = edited(short_run, MARKED, "-n", "3", "--span-length", "4")
+    others, same = edited(short_run, "The rose of [tune] water.", "-n", "3", "--span-length", "4")
+    assert lines == same and np.array_equal(latents, others) and len(latents) == 3
+    assert all(line.startswith("  The rose of") and line.endswith(" water.") for line in lines)
+    l2t = replace(short_run, config=replace(short_run.config, mode="l2t"))
+    own = encode_texts(short_run, ["The rose of soil and water."])
+    for run, more in ((l2t, ()), (short_run, ("--like", "The rose of soil and water."))):
+        assert np.allclose(edited(run, MARKED, *more)[0], own, atol=1e-6)
 
 
 def test_latent_is_own_or_given(short_run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

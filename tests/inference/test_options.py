@@ -43,7 +43,6 @@ CASES = [
     # search
     ("--text a --search 8 -n 2", "--count: cannot be combined with --search, which improves one text of a latent"),
     ("--text a --search 8 --length 4", "--length: cannot be combined with --search"),
-    ("--interpolate a b --search 8", "--interpolate: cannot be combined with --search"),
     ("--edit [a] --search 8", "--edit: cannot be combined with --search"),
     ("--mode t2l --text a --search 8", "--search: improves the text of a latent, expected --mode l2t, found t2l"),
     ("--mode joint --search 8", "--search: improves the text of a latent, expected --mode l2t, found joint"),

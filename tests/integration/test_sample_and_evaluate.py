@@ -47,7 +47,7 @@ def test_evaluation_has_every_metric_with_its_baseline(run_dir: Path, capsys: py
         assert {key, f"{key}_shuffled", f"{key}_mean_latent", f"{key}_unigram"} <= result["l2t"].keys()
     assert {"bits_per_token", "bits_per_token_ci95", "bits_per_token_shuffled", "by_length"} <= result["l2t"].keys()
     assert {"cosine", "cosine_mean_latent", "recall_at_1", "recall_at_10", "candidates"} <= result["t2l"].keys()
-    for key in ("token_entropy", "distinct_1", "distinct_2", "distinct_3", "repetition_4"):
+    for key in ("token_entropy", "distinct_1", "distinct_2", "distinct_3", "repetition_4", "trigram_bits_per_token"):
         assert {key, f"{key}_true", f"{key}_unigram"} <= result["joint"].keys()
     assert result["joint"]["frechet_distance"] is None  # eight samples of eight channels
     assert result["t2l"]["candidates"] == 30 and result["l2t"]["texts"] == 8

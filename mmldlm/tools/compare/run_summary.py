@@ -46,7 +46,10 @@ _DIRECTIONS: dict[str, Direction] = {
     **dict.fromkeys(("cosine", "reencoded_cosine", "recall_at_1", "recall_at_10"), "higher"),
     **dict.fromkeys(("sts_recall_at_1", "sts_spearman"), "higher"),
     **dict.fromkeys(("distinct_1", "distinct_2", "distinct_3"), "higher"),
-    **dict.fromkeys(("token_entropy", "training_similarity", "training_copies"), ""),
+    **dict.fromkeys(("reencoded_cosine_drawn", "changed", "kept"), "higher"),
+    **dict.fromkeys(
+        ("token_entropy", "training_similarity", "training_copies", "trigram_bits_per_token", "copies"), ""
+    ),
 }
 _MODES = ("l2t", "t2l", "joint", "figures")
 
