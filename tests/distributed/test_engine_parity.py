@@ -57,9 +57,10 @@ def some(*default: str, **options: Any) -> list[Case]:
 
 MICRO_1 = ("train.micro_batch_size=1",)
 CASES = [
-    *some(*(engine for engine in ENGINES if engine != "zero3")),  # which is below, and offloaded
+    # DDP and ZeRO-2 are compared in test_launchers, ZeRO-3 below and offloaded.
+    *some("fsdp2", "zero1", "zero2_offload", "zero3_offload"),
     # Operators of a GPU: also where the weights of a block are whole in its own forward pass alone.
-    *some("ddp", "fsdp2", "zero3", script="gpu_operators.py"),
+    *some("fsdp2", "zero3", script="gpu_operators.py"),
     # Groups of processes, also through the exchange of weights and EMA weights in the validation of step 10.
     Case("fsdp2_hsdp", ("train.steps=10", "ema.decay=0.9"), 4, MICRO_1),
     Case("zero3_hpz", ("train.steps=10", "ema.decay=0.9"), 4, MICRO_1, variables={"LOCAL_WORLD_SIZE": "2"}, slow=True),
@@ -136,25 +137,26 @@ def test_launchers(
     assert f"engine       {file.partition('_h')[0] or 'ddp'}, {given[launcher is accelerate]} processes" in output
     assert f"started by {'accelerate launch' if launcher is accelerate else launcher.__name__}" in output
     assert_same_run(tmp_path, single(), FP32)
+    assert_same_tensors(tmp_path, single(), "model", "optimizer", tolerance=1e-5)
 
 
 def test_run_resumes_under_other_engines(
     parity_config: Path, single: Single, forked: ForkedRuns, tmp_path: Path
 ) -> None:
     """FSDP2 x 3 to 2 x 2 hybrid shards to ZeRO-3 x 2 to one process: each resumes where the previous one stopped."""
-    settings = ["train.global_batch_size=12", "checkpoint.every_steps=4", "checkpoint.keep_last=9"]
-    settings += ["ema.decay=0.9", "validation.every=7"]
+    settings = ["train.global_batch_size=12", "checkpoint.every_steps=3", "checkpoint.keep_last=9"]
+    settings += ["ema.decay=0.9", "validation.every=7", "train.steps=14"]  # the modes change at 12
     whole = single(*settings)
-    at = [whole / "checkpoints" / "step-00000004"]
-    for step, engine, processes in ((8, "fsdp2", 3), (12, "fsdp2_hsdp", 4), (16, "zero3", 2)):
+    at = [whole / "checkpoints" / "step-00000003"]
+    for step, engine, processes in ((6, "fsdp2", 3), (9, "fsdp2_hsdp", 4), (12, "zero3", 2)):
         folder = tmp_path / engine
         sizes = ["train.micro_batch_size=3"] if processes == 4 else []  # of 12 samples
         forked.succeed(engine, folder, processes, parity_config, *settings, *sizes, f"resume={at[-1]}")
         ours, theirs = records(folder), records(whole)
-        assert list(ours) == list(range(step - 3, 21))
+        assert list(ours) == list(range(step - 2, 15))
         assert max(abs(ours[s][key] / theirs[s][key] - 1) for s in ours for key in CURVE) < FP32
         ours, theirs = records(folder, "validation"), records(whole, "validation")
-        assert max(abs(ours[s][LOSS] / theirs[s][LOSS] - 1) for s in ours) < FP32 and ours[20]["weights"] == "ema"
+        assert max(abs(ours[s][LOSS] / theirs[s][LOSS] - 1) for s in ours) < FP32 and ours[14]["weights"] == "ema"
         assert_same_tensors(folder, whole, "ema", tolerance=1e-5)
         at.append(folder / "checkpoints" / f"step-{step:08}")
     forked.succeed("single", tmp_path / "last", 1, parity_config, *settings, f"resume={at[-1]}")

@@ -50,10 +50,10 @@ def test_the_store_of_many_ranks_is_not_limited_to_the_usual_number_of_files(
 
 
 def test_a_stopped_rank_ends_the_run(forked: ForkedRuns, tmp_path: Path) -> None:
-    with WatchedRun(forked, tmp_path, 3, 5, "none") as run:
+    with WatchedRun(forked, tmp_path, 3, 3, "none") as run:
         run.harm(1, signal.SIGSTOP)
         assert run.codes() == [76, -signal.SIGKILL, 76]
-        assert run.seconds >= 5
+        assert run.seconds >= 3
         check_lost(run, 1, STOPPED, [0, 2])
 
 

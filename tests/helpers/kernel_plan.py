@@ -1,17 +1,19 @@
 """The kernels of compiled regions on an H200, planned by Inductor on a machine without a GPU.
 
-    python -m tests.helpers.kernel_plan FUNCTION
+    python -m tests.helpers.kernel_plan FUNCTION ...
 
 Runs forward and backward of three blocks of 1024 on fake tensors, in bf16 with 32 samples of 512 tokens, operators of a
 GPU and the package's Triton kernels. The graphs of each region are moved to a fake GPU, and Inductor fuses them, but
-compiles nothing. Prints, as JSON, the kernels of each region that is compiled for FUNCTION, in the order in which they
-are entered. It replaces functions of PyTorch, so it is a process of its own.
+compiles nothing. Prints a line of JSON for each FUNCTION: the kernels of each region that is compiled for it, in the
+order in which they are entered. It replaces functions of PyTorch, so it is a process of its own, with a fork for each
+FUNCTION.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import os
 import sys
 from functools import partial
 from importlib import import_module
@@ -144,5 +146,9 @@ def _kernel(scheduled: Any) -> tuple[str, int] | None:
 
 if __name__ == "__main__":
     pretend()
-    regions = trace(sys.argv[1])
-    print(json.dumps([[kernel for graph in graphs for kernel in kernels(*graph)] for graphs in regions]))
+    for name in sys.argv[1:]:
+        if not os.fork():
+            regions = trace(name)
+            print(json.dumps([[kernel for graph in graphs for kernel in kernels(*graph)] for graphs in regions]))
+            sys.exit()
+        assert os.wait()[1] == 0, name

@@ -128,7 +128,7 @@ def test_nohup_is_respected(tiny_config: Path, tmp_path: Path) -> None:
     wait_until(lambda: bool(kinds(run, "train")), "a step")
     process.send_signal(signal.SIGHUP)
     step = kinds(run, "train")[-1]
-    wait_until(lambda: kinds(run, "train")[-1] > step + 50 or process.poll() is not None, "more steps")
+    wait_until(lambda: kinds(run, "train")[-1] > step + 5 or process.poll() is not None, "more steps")
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=TEST_TIMEOUT_S)
     assert "stopped by SIGTERM" in out and json.loads((run / "exit.json").read_text())["code"] == 75

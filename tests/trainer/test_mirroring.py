@@ -185,7 +185,7 @@ def test_killed_while_copying(
     run, log = tmp_path / "killed", tmp_path / "log"
     settings = [parity_config, *SETTINGS, f"checkpoint.mirror=s3://{BUCKET}/runs", f"run.dir={run}"]
     with FaultyProxy(store.address) as proxy:
-        slow = {"STEP_S": "0.5", **store.environment(proxy.address)}
+        slow = {"STEP_S": "0.3", **store.environment(proxy.address)}
         pids = forked.start("single", settings, 1, log, "paused_steps.py", **slow)
         wait_until(lambda: bool(store.complete("runs/killed")), "a first copy")
         first, proxy.fault = store.complete("runs/killed"), "slow"
