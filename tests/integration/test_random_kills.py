@@ -171,7 +171,7 @@ def kill_runs(runs: ForkedRuns, engine: str, kills: int, folder: Path, store: Pa
 def test_kills_of_two_ranks(
     forked: ForkedRuns, tmp_path: Path, tiny_store: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    toll = kill_runs(forked, "ddp", 15, tmp_path, tiny_store, span=0.5)
+    toll = kill_runs(forked, "ddp", 9, tmp_path, tiny_store, span=0.5)
     with capsys.disabled():
         print(f"\n{toll}")
     assert toll.inside and toll.alone
