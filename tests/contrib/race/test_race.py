@@ -75,21 +75,20 @@ def test_race(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     git(repository, "checkout", "-q", "HEAD^")
     monkeypatch.chdir(repository)
     # A comma of a list separates no settings.
-    arms = ["optim.lr=3e-3", "optim.lr=1e-7", "checkpoint.keep_steps=[4,5],checkpoint.keep_last=2", "git:fast"]
+    arms = ["optim.lr=3e-3", "checkpoint.keep_steps=[4,5],checkpoint.keep_last=2", "git:fast"]
     arms.append("optim.lr=1e30,guard.nonfinite=stop")
     assert command.main([str(base), *arms, *OPTIONS]) == 0
-    commit = lines(base, "proposal")[3]["changes"]["git"]
+    commit = lines(base, "proposal")[2]["changes"]["git"]
     assert decisions(base) == {
         "optim.lr=3e-3": "keep",
-        "optim.lr=1e-7": "discard",
         "checkpoint.keep_steps=[4,5],checkpoint.keep_last=2": "no change",
         f"git:{commit}": "discard",
-        arms[4]: "failed",
+        arms[3]: "failed",
     }
     reasons = {line["n"]: line["reason"] for line in lines(base, "result")}
-    assert reasons[4] == "not 0.2 % better than optim.lr=3e-3"
-    assert reasons[5].startswith(f"{arms[4]}: exit code 70 at its training: "), reasons[5]
-    fast = next(line for line in lines(base, "result") if line["n"] == 4)
+    assert reasons[3] == "not 0.2 % better than optim.lr=3e-3"
+    assert reasons[4].startswith(f"{arms[3]}: exit code 70 at its training: "), reasons[4]
+    fast = next(line for line in lines(base, "result") if line["n"] == 3)
     assert fast["gain"] > 0.02 and (fast["steps"], fast["seeds"]) == (12, 1)
     (race,) = (base.parent / "run-race").glob("*/base-0")
     assert {reached(race.parent / f"base-{seed}") for seed in range(3)} == {12}
@@ -99,7 +98,7 @@ def test_race(base: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     assert command.main([str(base), arms[0], "git:fast", "run.init_seed=7", *OPTIONS]) == 0
     output = capsys.readouterr().out
     assert "experiments.jsonl: has it already: 1. optim.lr=3e-3: keep, better than the base" in output
-    assert f"has it already: 4. git:{commit}" in output and "6. run.init_seed=7: no change" in output
+    assert f"has it already: 3. git:{commit}" in output and "5. run.init_seed=7: no change" in output
     after = (base.parent / "run-race" / "experiments.jsonl").read_bytes()
     assert after.startswith(ledger) and after.count(b"\n") == ledger.count(b"\n") + 2
     for given, error, named in (
