@@ -13,6 +13,7 @@ BENCHMARKS = {  # module, function and description by name
     "real_run": ("real_run", "main", "a run with all that happens in one: are steps slower for it, what events take"),
     "memory": ("memory", "main", "the dry run's estimate of memory against what a run takes"),
     "learning": ("learning", "main", "what the quickstart learns, over seeds, against bars that it must pass"),
+    "decoder": ("decoder", "main", "an autoregressive decoder beside our network, and over reads of the corpus"),
     "pages": ("pages", "main", "write the results into the tables of README.md and docs/; measures nothing"),
 }
 DEFAULT = "step"
