@@ -168,16 +168,22 @@ def mmldlm(arguments: Sequence[str], log: Path) -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def train_run(run: Path, store: Path, settings: Sequence[str], seed: int) -> float:
+    """Train a run, or what is missing of it, and return its CPU seconds."""
+    given = (f"run.dir={run}", f"run.seed={seed}", f"data.path={store}", *settings)
+    spent = run.with_suffix(".cpu_s")
+    # A resumed run also counts its earlier time.
+    earlier = float(spent.read_text()) if spent.exists() else 0.0
+    train_s = earlier + mmldlm(["train", str(ROOT / CONFIG), *given], run.with_suffix(".log"))
+    spent.write_text(f"{train_s}\n")
+    return train_s
+
+
 def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence[str], seed: int) -> dict[str, Any]:
     """Train and evaluate one seed in `folder`. Return seed, CPU seconds, and the metrics of `evaluation.json`."""
     run = folder / f"seed-{seed}"
-    given = (f"run.dir={run}", f"run.seed={seed}", f"data.path={store}", *settings)
-    log, spent = folder / f"seed-{seed}.log", folder / f"seed-{seed}.cpu_s"
-    # A resumed run also counts its earlier time.
-    earlier = float(spent.read_text()) if spent.exists() else 0.0
-    train_s = earlier + mmldlm(["train", str(ROOT / CONFIG), *given], log)
-    spent.write_text(f"{train_s}\n")
-    mmldlm(["evaluate", str(run), *HELD_OUT], log)
+    train_s = train_run(run, store, settings, seed)
+    mmldlm(["evaluate", str(run), *HELD_OUT], run.with_suffix(".log"))
     metrics = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     bleu = value(metrics, "l2t.bleu")
     print_status(f"{store.name}, seed {seed}: trained in {train_s / 60:.1f} CPU minutes, BLEU {bleu:.1f}")

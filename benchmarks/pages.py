@@ -1,4 +1,4 @@
-"""The tables of results in README.md and docs/, and the figure of results.
+"""The tables of results in README.md and docs/, and the figures of results.
 
     python -m benchmarks pages
 
@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import answered, gpu_bars, meaning, real_run, results_figure
+from benchmarks import answered, decoder, gpu_bars, meaning, real_run, results_figure
 from benchmarks.common.report import RESULTS, ROOT, markdown
 from benchmarks.learning import learning_blocks
 
@@ -22,7 +22,7 @@ _MAKERS = {
     "learning": learning_blocks,
     "meaning": meaning.meaning_blocks,
     "real_run": real_run.blocks,
-    "reference_decoder": answered.reference_decoder_blocks,
+    "decoder": decoder.blocks,
     "search": answered.search_blocks,
 }
 
@@ -40,9 +40,15 @@ def all_blocks() -> dict[str, str]:
     return made
 
 
-def figure() -> str:
-    """Return the figure of results as SVG."""
-    return results_figure.draw(json.loads((RESULTS / "learning.json").read_text(encoding="utf-8")))
+def figures() -> dict[Path, str]:
+    """Return the figures as SVG, by their paths."""
+    learning, contest = (json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in ("learning", "decoder"))
+    return {
+        results_figure.IMAGES / "results.svg": results_figure.draw(learning),
+        results_figure.IMAGES / "crossover.svg": results_figure.draw_crossover(
+            decoder.curves(contest["corpora"]["simple-docs"])
+        ),
+    }
 
 
 def pages() -> Iterator[Path]:
@@ -64,5 +70,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     made = all_blocks()
     for page in pages():
         page.write_text(rewritten(page.read_text(encoding="utf-8"), made), encoding="utf-8")
-    results_figure.PATH.write_text(figure(), encoding="utf-8")
+    for path, figure in figures().items():
+        path.write_text(figure, encoding="utf-8")
     return 0

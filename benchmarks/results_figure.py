@@ -1,23 +1,26 @@
-"""docs/images/results.svg, the README's figure: how many held-out texts come back word for word, by their length.
+"""The figures of docs/images, which `python -m benchmarks pages` draws from the committed results.
 
-`python -m benchmarks pages` draws it from the committed results of the learning benchmark.
+`results.svg`, the README's: how many held-out texts come back word for word, by their length. `crossover.svg`: the bits
+of the decoder and of our network over the reads of the corpus.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
 from typing import Any
 
 from benchmarks.common.report import ROOT
 
-PATH = ROOT / "docs" / "images" / "results.svg"
+IMAGES = ROOT / "docs" / "images"
 ROWS = {  # corpus and latents of the learning benchmark: label and color
     "simple-docs": ("short sentences, learned latents (the quickstart)", "#1f77b4"),
     "python-docs": ("longer sentences, learned latents", "#7fb2d9"),
     "simple-docs-lsa": ("short sentences, LSA latents", "#ff7f0e"),
     "simple-docs-sentence": ("short sentences, latents of a sentence encoder", "#8c8c8c"),
 }
+COLORS = ("#ff7f0e", "#1f77b4", "#7fb2d9")  # the decoder, ours, our bound
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, BAR = 860, 300, 60, 84, 250, 26
 
 
@@ -57,17 +60,48 @@ def draw(learning: Mapping[str, Any]) -> str:
     ]
     ticks = [f'<text x="{LEFT - 8}" y="{_y(tick) + 5:.1f}" text-anchor="end">{tick:g}</text>' for tick in (0, 0.5, 1)]
     title = "Share of held-out sentences that come back from their latents word for word (dots: three seeds)"
-    parts = (
+    return _svg(title, [*legend, *ticks, '<g text-anchor="middle">', *_bars(learning["corpora"]), "</g>"])
+
+
+def _svg(title: str, parts: Iterable[str]) -> str:
+    """Return a figure with its title, the line at its bottom, and these parts."""
+    lines = (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
         'font-size="14">',
         f'<title>{title}</title><rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         f'<text x="{LEFT}" y="20" font-size="15">{title}</text>',
-        *legend,
         f'<line x1="{LEFT}" y1="{BOTTOM}" x2="{WIDTH}" y2="{BOTTOM}" stroke="#222222"/>',
-        *ticks,
-        '<g text-anchor="middle">',
-        *_bars(learning["corpora"]),
-        "</g>",
+        *parts,
         "</svg>",
     )
-    return "\n".join(parts) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def draw_crossover(by_label: Mapping[str, Mapping[float, list[float]]]) -> str:
+    """Return the bits per token of each network by reads of the corpus as SVG, on logarithmic axes."""
+    points = [(reads, value) for curve in by_label.values() for reads, values in curve.items() for value in values]
+    (first, last), (least, most) = ((min(axis), max(axis)) for axis in zip(*points, strict=True))
+    ticks = [tick for tick in (0.25, 0.5, 1, 2, 4, 8) if least / 1.2 <= tick <= most * 1.2]
+
+    def place(reads: float, value: float) -> tuple[float, float]:
+        across = math.log(reads / first) / math.log(last / first)
+        up = math.log(value / least * 1.1) / math.log(most / least * 1.21)
+        return LEFT + 40 + across * (WIDTH - LEFT - 80), BOTTOM - up * (BOTTOM - TOP + 20)
+
+    parts = [
+        f'<text x="{LEFT - 8}" y="{place(first, tick)[1] + 5:.1f}" text-anchor="end">{tick:g}</text>' for tick in ticks
+    ]
+    for reads in sorted({reads for reads, _ in points}):
+        parts.append(f'<text x="{place(reads, most)[0]:.1f}" y="{BOTTOM + 22}" text-anchor="middle">{reads:.0f}</text>')
+    for index, (label, curve) in enumerate(by_label.items()):
+        color, x = COLORS[index], LEFT + 250 * index
+        line = " ".join("{:.1f},{:.1f}".format(*place(reads, median(curve[reads]))) for reads in sorted(curve))
+        parts.append(
+            f'<rect x="{x}" y="34" width="12" height="12" fill="{color}"/><text x="{x + 18}" y="45">{label}</text>'
+        )
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
+        for reads, values in curve.items():
+            for value in values:
+                parts.append('<circle cx="{:.1f}" cy="{:.1f}" r="3" fill="{}"/>'.format(*place(reads, value), color))
+    title = "Bits per token of held-out sentences, by how often each training sentence was read (dots: seeds)"
+    return _svg(title, parts)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from benchmarks import learning, pages, results_figure
+from benchmarks import learning, pages
 from benchmarks.common.report import ROOT
 
 pytestmark = pytest.mark.quick
@@ -26,8 +26,9 @@ def test_tables_are_generated_from_the_committed_results() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
 
 
-def test_the_figure_is_drawn_from_the_committed_results() -> None:
-    assert results_figure.PATH.read_text(encoding="utf-8") == pages.figure(), "run python -m benchmarks pages"
+def test_figures_are_drawn_from_the_committed_results() -> None:
+    for path, figure in pages.figures().items():
+        assert path.read_text(encoding="utf-8") == figure, "run python -m benchmarks pages"
 
 
 def test_the_committed_result_passes_its_bars_in_all_seeds() -> None:
