@@ -94,6 +94,11 @@ CASES = {
             "t2l.cosine": Bar(least=0.85),  # ridge regression from token counts: 0.59
             "joint.reencoded_cosine": Bar(least=0.8),  # 0.57 for the latents from which the text is written
             "joint.distinct_2": Bar(least=0.67),  # held-out texts: 0.71
+            "joint.reencoded_cosine_drawn": Bar(least=0.53),
+            "joint.trigram_bits_per_token": Bar(most=8.4),  # held-out texts: 6.2, with shuffled words 11.2
+            "edit.changed": Bar(least=0.95),  # by the text's own latent: 0.09
+            "edit.trigram_bits_per_token": Bar(most=6.6),  # by a latent drawn first: 6.9
+            "interpolation.reencoded_cosine": Bar(least=0.82),  # at the length of the middle: 0.79
         },
     ),
     "simple-docs-lsa": Case(
