@@ -204,7 +204,7 @@ class Contest:
         def measure() -> Record:
             train_cpu_s = train_run(path, self.store.path, [*self.settings, f"train.steps={steps}"], seed)
             run, count = load_run(path), len(self.store.split("test"))
-            evaluation = Evaluation(run, EvaluationConfig(samples=count, texts=count), chooses=True)
+            evaluation = Evaluation(run, EvaluationConfig(samples=count, texts=count))
             bound, lengths = text_bound(evaluation, "own"), evaluation.lengths
             length, exact = bound.length.mean(0), confidence_nats(evaluation, "own", self.store.manifest.max_length)
             result = self.result(seed, run.step, train_cpu_s, run.model)
@@ -212,7 +212,7 @@ class Contest:
             if whole:
                 _ = run.encoder
                 started = time.process_time()
-                made = evaluation.generate("l2t", "own", count, run.config.sampling, own_length=True).tokens
+                made = evaluation.generate("l2t", "own", count, run.config.sampling, "encoder").tokens
                 cpu_s = time.process_time() - started
                 result |= self.texts(made, evaluation.tokens, evaluation.raw_latents, cpu_s)
             return result
