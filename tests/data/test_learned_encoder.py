@@ -186,7 +186,9 @@ def cosines(latents: np.ndarray) -> np.ndarray:
     return (vectors @ vectors.T)[np.triu_indices(len(vectors), 1)]
 
 
-@pytest.mark.parametrize("kind", [pytest.param("lsa", marks=pytest.mark.quick), "minilm"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("lsa", marks=pytest.mark.quick), pytest.param("minilm", marks=pytest.mark.slow)]
+)
 def test_a_teacher_adds_a_latent_that_compares_texts_as_it_does(
     encoder: LearnedEncoder, texts: list[str], tokenizer: Tokenizer, kind: str
 ) -> None:
