@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,12 @@ from benchmarks.common.report import (
     plain_parser,
     positive,
     print_status,
+    read_result,
     select_names,
 )
 from benchmarks.learning import CASES, CONFIG, prepare_corpus, train_run, working_folder, write_corpora
 from mmldlm.config import RunConfig, load_config
-from mmldlm.data.encoders import load_encoder
+from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.loader import Loader, fixed_batches
 from mmldlm.data.store import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
@@ -136,6 +137,14 @@ class Contest:
     folder: Path
     given: Sequence[str]
 
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.store.path / "tokenizer")
+
+    @cached_property
+    def encoder(self) -> LatentEncoder:
+        return load_encoder(self.store.path / "encoder")
+
     @property
     def settings(self) -> list[str]:
         return [*CASES[self.name].settings, *self.given]
@@ -182,7 +191,7 @@ class Contest:
         split = self.store.split("test")
         _, true, raw_latents = split.samples(np.arange(len(split)))
         latents, result = torch.from_numpy(self.store.standardize(raw_latents)), dict[str, Any]()
-        tokenizer, encoder = Tokenizer.load(self.store.path / "tokenizer"), load_encoder(self.store.path / "encoder")
+        tokenizer, encoder = self.tokenizer, self.encoder  # loaded before the clock starts
         for decoding, beams in BEAMS.items():
             started = time.process_time()
             ranked = [texts for part in latents.split(BATCH) for texts in model.generate(part, beams)]
@@ -223,12 +232,12 @@ class Contest:
         self, tokens: Sequence[list[int]], true: Sequence[list[int]], raw_latents: np.ndarray, cpu_s: float
     ) -> Record:
         """Return the values of `TEXT_ROWS` of generated texts, given the true ones and their latents."""
-        tokenizer, encoder = Tokenizer.load(self.store.path / "tokenizer"), load_encoder(self.store.path / "encoder")
+        tokenizer = self.tokenizer
         texts = tokenizer.decode_batch(tokens)
         measured = {
             "cpu_ms_per_text": 1000 * cpu_s / len(texts),
             **reference_metrics(tokens, texts, true, tokenizer.decode_batch(true), unknown=tokenizer.unknown_id),
-            **reencoding_metrics(encoder.encode(texts), raw_latents),
+            **reencoding_metrics(self.encoder.encode(texts), raw_latents),
             **fault_metrics(tokens, true, frozenset(tokenizer.word_ids)),
         }
         return {metric: measured[metric] for metric in TEXT_ROWS.values()}
@@ -275,7 +284,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
 
     Values are medians over the seeds. Where ours was not measured beside the decoder, it is the learning gate's.
     """
-    gate, made = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["corpora"], {}
+    gate, made = read_result("learning")["corpora"], {}
     for name, corpus in result["corpora"].items():
         ours = [run for run in corpus["mmldlm"] if "bleu" in run] or [*map(of_the_gate, gate[name]["seeds"])]
         best: dict[int, Record] = {}  # by seed

@@ -10,7 +10,6 @@ meaning (1), and another one's paraphrase (0). They were written for this purpos
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -18,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.report import RESULTS, ROOT, circumstances, markdown, plain_parser, write_json
+from benchmarks.common.report import RESULTS, ROOT, circumstances, markdown, plain_parser, read_result, write_json
 from benchmarks.learning import CASES
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.encoders.lsa import tfidf
@@ -44,7 +43,7 @@ def measure(named: Mapping[str, tuple[Path, str]]) -> dict[str, Any]:
 
 def meaning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """Return Markdown by name: a row for each encoder, with medians over the seeds of the learning gate."""
-    gate, rows = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["corpora"], []
+    gate, rows = read_result("learning")["corpora"], []
     for name, metrics in result["rows"].items():
         low, high = metrics["sts_recall_at_1_ci95"]
         row = {"vectors of a text": name, "recall@1 of paraphrases": f"{metrics['sts_recall_at_1']:.2f}"}

@@ -8,13 +8,12 @@ benchmark makes from its result in `benchmarks/results`. A test compares.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import answered, decoder, gpu_bars, meaning, real_run, results_figure
-from benchmarks.common.report import RESULTS, ROOT, markdown
+from benchmarks.common.report import RESULTS, ROOT, markdown, read_result
 from benchmarks.learning import learning_blocks
 
 _BLOCK = re.compile(r"<!-- results:([\w-]+) -->\n.*?<!-- /results -->", re.DOTALL)
@@ -31,9 +30,8 @@ def all_blocks() -> dict[str, str]:
     """Return Markdown by name, from all committed results."""
     made: dict[str, str] = {}
     for name, make in _MAKERS.items():
-        path = RESULTS / f"{name}.json"
-        if path.is_file():
-            made |= make(json.loads(path.read_text(encoding="utf-8")))
+        if (RESULTS / f"{name}.json").is_file():
+            made |= make(read_result(name))
     gpu = gpu_bars.committed()
     made |= {"gpu-bars": markdown(gpu_bars.rows(gpu)), "gpu-steps": markdown(gpu_bars.steps(gpu))}
     made["gpu-speed"] = gpu_bars.headline(gpu)
@@ -42,7 +40,7 @@ def all_blocks() -> dict[str, str]:
 
 def figures() -> dict[Path, str]:
     """Return the figures as SVG, by their paths."""
-    learning, contest = (json.loads((RESULTS / f"{name}.json").read_text("utf-8")) for name in ("learning", "decoder"))
+    learning, contest = map(read_result, ("learning", "decoder"))
     return {
         results_figure.IMAGES / "results.svg": results_figure.draw(learning),
         results_figure.IMAGES / "crossover.svg": results_figure.draw_crossover(

@@ -114,6 +114,12 @@ def write_json(result: Mapping[str, Any], folder: Path, name: str) -> None:
     (folder / f"{name}.json").write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
+def read_result(name: str) -> dict[str, Any]:
+    """Return a committed result."""
+    result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return result
+
+
 def time_unit(device_name: str, threads: int) -> str:
     return "GPU and host" if device_name != "cpu" else "CPU" if threads == 1 else "wall"
 
