@@ -3,8 +3,7 @@
 The length head decides how long a text is, and a text of the wrong length is wrong: it has a word too many or too few.
 So we try all lengths around the head's median.
 
-Shape letters: n latents, B candidates of all latents, M latent tokens of a sample, C latent
-channels, V vocabulary.
+Shape letters: n latents, B candidates of all latents, M latent tokens of a sample, C latent channels, V vocabulary.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def generate_best(
             judges = latents if request.judged_by is None else request.judged_by
             fitted = fit(made.split(), judges[owners.to(latents.device)])
             known = fitted.isfinite()
-            judged = torch.zeros(len(latents)).index_add(0, owners, known.float()) > 0
+            judged = owners[known].bincount(minlength=len(latents)) > 0
             scores = torch.where(judged[owners], fitted.masked_fill(~known, -torch.inf), scores)
         made = _best(made, owners, scores.masked_fill(unlikely[rows], -torch.inf), count)
     budget = (config.search or 0) - per_latent
@@ -138,12 +137,12 @@ def _best(made: Generation, owners: Tensor, scores: Tensor, count: int) -> Gener
     """
     tokens, order = made.split(), scores.argsort(descending=True, stable=True)
     kept: list[int] = []
-    for ranked in order[owners[order].argsort(stable=True)].split(owners.bincount().tolist()):
-        different: dict[tuple[int, ...], int] = {}
-        for index in ranked.tolist():
+    for part in order[owners[order].argsort(stable=True)].split(owners.bincount().tolist()):
+        ranked, different = part.tolist(), dict[tuple[int, ...], int]()
+        for index in ranked:
             different.setdefault(tuple(tokens[index]), index)
         best = list(different.values())
-        kept += [*best, *(index for index in ranked.tolist() if index not in best)][:count]
+        kept += [*best, *(index for index in ranked if index not in best)][:count]
     chosen = [tokens[index] for index in kept]
     return Generation(
         torch.tensor([token for sample in chosen for token in sample]),

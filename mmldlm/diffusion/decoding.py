@@ -32,7 +32,6 @@ class AncestralDecoder:
         times: Noise times from 1 to 0, with one step between each two.
         uniforms: float64 [steps, F] in [0, 1), on the host.
         remask: Fraction of the maximal remasking rate.
-
     """
 
     def __init__(

@@ -95,7 +95,7 @@ class LoadedRun:
 
     @property
     def encodes(self) -> bool:
-        """Whether the network finds the latent of a text, without a prefix, in one pass or more (t2l)."""
+        """Return whether the network finds the latent of a text, without a prefix, in one pass or more (t2l)."""
         return "t2l" in self.config.trained_modes and not self.store.manifest.has_prefixes
 
     def sampler(self, config: SamplingConfig, every_step: bool = False) -> Sampler:
@@ -134,14 +134,10 @@ class LoadedRun:
         """
 
         def fit(tokens: list[list[int]], latents: Tensor) -> Tensor:
-            order = sorted(range(len(tokens)), key=lambda row: len(tokens[row]))  # see `_grouped_sdpa`
             # All texts start from the same noise, so a fit does not depend on the other texts.
             streams = SampleStreams(0, MODES.index("t2l"), torch.zeros(len(tokens), dtype=torch.int64))
-            made = self.sampler(config, every_step).generate(
-                "t2l", streams, latents[order], [tokens[row] for row in order]
-            )
-            found = torch.empty_like(made.latents).index_copy(0, torch.tensor(order), made.latents)
-            return self._agreement(torch.from_numpy(self.store.restore(found.numpy())), latents)
+            made = self.sampler(config, every_step).generate("t2l", streams, latents, tokens)
+            return self._agreement(torch.from_numpy(self.store.restore(made.latents.numpy())), latents)
 
         return fit
 
