@@ -61,7 +61,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parse the command line into a config file, overrides and flags."""
     parser = argparse.ArgumentParser(
         prog="mmldlm train",
-        usage="%(prog)s [--check [--processes N] | --dry-run [--gpus NxMGB [--nodes N]] | --stop-at STEP] CONFIG.yaml "
+        usage="%(prog)s [--check [--processes N] | --dry-run [--gpus N] | --stop-at STEP] CONFIG.yaml "
         "[key.sub=value ...]",
         description="Train a run; docs/settings.md lists the keys, docs/launchers.md the launchers.",
     )
@@ -78,10 +78,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "CONFIG.yaml check the machine. Exit code 0: ready; 64: something failed; 65: the data",
     )
     parser.add_argument("--processes", type=int, help="with --check: check this node for N processes and start none")
-    parser.add_argument(
-        "--gpus", metavar="NxMGB", help="with --dry-run: print what fits into the GPUs of a node, such as 8x80GB"
-    )
-    parser.add_argument("--nodes", type=int, help="with --gpus: number of nodes (1)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="with --dry-run: print each engine's memory on N GPUs")
     parser.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed config, with the deepspeed launcher")
     parser.add_argument(
         "--accelerate_config", metavar="FILE", help="accelerate config that selects the engine, with torchrun"
@@ -101,12 +98,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if len(files) > 1:
         raise UsageError(f"{files[1]}: expected key.sub=value, since {files[0]} is the config file")
     options.config = files[0]
-    if options.gpus and not options.dry_run:
-        raise UsageError("--gpus: expected together with --dry-run")
+    if options.gpus is not None and not (options.dry_run and options.gpus > 0):
+        raise UsageError(f"--gpus: expected at least 1, together with --dry-run, found {options.gpus}")
     if options.stop_at is not None and options.stop_at < 1:
         raise UsageError(f"--stop-at: expected a step from 1 on, found {options.stop_at}")
-    if options.nodes is not None and not options.gpus:
-        raise UsageError("--nodes: expected together with --gpus")
     return options
 
 
@@ -126,21 +121,15 @@ def run(argv: list[str] | None = None, trainer_cls: type[Trainer] = Trainer) -> 
                 f"run.dir: {run_dir} is inside a data store, bundle or checkpoint, or is one; expected another folder"
             )
         files = options.deepspeed_config, options.accelerate_config
-        launch = None if options.gpus or options.dry_run else read_launcher_env(os.environ, *files)
+        launch = None if options.dry_run else read_launcher_env(os.environ, *files)
     except ConfigError as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             raise
         return error.exit_code  # the first process of the node prints it
-    if options.gpus:
-        from mmldlm.trainer.dry_run import Gpus, print_choices
-
-        gpus = Gpus.parse(options.gpus, 1 if options.nodes is None else options.nodes)
-        print_choices(config, gpus, [options.config, *options.overrides])
-        return ExitCode.DONE
     if options.dry_run:
         from mmldlm.trainer.dry_run import print_estimate
 
-        print_estimate(config, options.accelerate_config)
+        print_estimate(config, options.accelerate_config, options.gpus)
         return ExitCode.DONE
     assert launch is not None
     if options.check:

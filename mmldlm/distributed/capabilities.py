@@ -31,7 +31,7 @@ EXCLUDED = {
     ),
     "train.auto_micro_batch: true": (
         WEIGHT_SHARDING_ENGINES,
-        "no rank can try a micro-batch alone (`mmldlm train CONFIG --dry-run --gpus 8x80GB` estimates which fit)",
+        "no rank can try a micro-batch alone (`mmldlm train CONFIG --dry-run --gpus N` estimates its memory)",
     ),
 }
 

@@ -29,7 +29,8 @@ REMOVED: dict[str, tuple[Any, str]] = {}
 ADDED: dict[str, Any] = {"validation.first": 0}
 # For a removed command, subcommand or option: advice.
 REMOVED_WORDS = {
-    "plan": "use `mmldlm train CONFIG --dry-run --gpus 8x80GB`, which has the memory of each engine",
+    "train --nodes": "use `mmldlm train CONFIG --dry-run --gpus N`, with the GPUs of all nodes",
+    "plan": "use `mmldlm train CONFIG --dry-run --gpus N`, which has the memory of each engine",
     "track": "use `log.trackers=[NAME]`, which sends the scalars while the run trains",
     **dict.fromkeys(("compare --until", "compare --seeds"), "use `mmldlm race A.yaml B.yaml`, which trains both"),
     "report": "use `mmldlm compare RUN...`: --json has what was in final_metrics.json, --figures draws the curves",

@@ -2,8 +2,8 @@
 
 `estimate` reads how large the micro-batches of a run get, `activation_bytes` says how much memory one of them takes,
 and `rank_memory` adds everything else that an engine keeps on a rank (table in docs/engines.md). We do not count
-workspaces of kernels, NCCL's buffers, fragmentation, or the copies that CUDA graphs keep. `USABLE_SHARE` leaves room
-for them.
+workspaces of kernels, NCCL's buffers, fragmentation, or the copies that CUDA graphs keep. An estimate of at most 90 %
+of a device's memory leaves room for them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from mmldlm.model.mmdit import DTYPES, MMDiT, MMDiTBlock, count_parameters
 from mmldlm.optim.param_groups import muon_matrices
 from mmldlm.telemetry.resources import MIB
 
-USABLE_SHARE = 0.9  # share of a device's memory that an estimate may fill
 FLOAT32 = 4  # bytes of a number
 LOGITS_AT_ONCE = 3  # float32 copies of a chunk of logits that the text head holds at once
 ZERO_BUCKET = 100_000_000  # gradients that ZeRO reduces together, in the shipped files

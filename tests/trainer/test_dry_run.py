@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.memory import BOUND, batch, checkpointing, measure
+from mmldlm import train
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
@@ -145,6 +146,38 @@ def test_the_dry_run_prints_the_engines_that_the_optimizer_has(
         assert {"adamw": "torch.AdamW", "muon": "torch.Muon", "deepspeed_adam": "DeepSpeedCPUAdam"}[name] in named
     assert shown["adamw"] == list(ENGINES) and shown["muon"] == ["ddp", "fsdp2"]
     assert shown["deepspeed_adam"] == [engine for engine in ENGINES if engine.startswith("zero")]
+
+
+def test_the_dry_run_is_for_gpus_of_another_machine(tiny_config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def peaks(*options: str) -> dict[str, str]:
+        assert train.main([str(tiny_config), "--dry-run", *options]) == 0
+        lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+        return {name: words[0] for name, *words in filter(None, lines) if name in ENGINES}
+
+    two, four = peaks("--gpus", "2"), peaks("--gpus", "4")
+    assert set(two) == set(four) == set(ENGINES)
+    assert float(four["fsdp2"]) < float(two["fsdp2"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--dry-run", "--gpus", "8x80GB"], 2, "argument --gpus: invalid int value: '8x80GB'"),
+        (["--dry-run", "--gpus", "0"], 2, "--gpus: expected at least 1, together with --dry-run, found 0"),
+        (["--gpus", "2"], 2, "--gpus: expected at least 1, together with --dry-run, found 2"),
+        (["--dry-run", "--gpus", "3"], 64, "train.global_batch_size is 8, expected a multiple of 3 processes"),
+        (["--dry-run", "--gpus", "2", "data.path=/nowhere"], 65, "/nowhere: not a data store"),
+    ],
+)
+def test_errors_of_gpus_are_one_line(
+    tiny_config: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, message: str
+) -> None:
+    try:
+        result = train.main([str(tiny_config), *arguments])
+    except SystemExit as error:  # of argparse
+        result = error.code
+    assert result == code
+    assert message in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_dry_run_names_the_attention_backend(tiny_store: Path, capsys: pytest.CaptureFixture[str]) -> None:
