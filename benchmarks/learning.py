@@ -300,8 +300,8 @@ ROWS = (
     (
         "exact matches among the generated texts, lower-cased",
         "l2t.exact_match",
-        "",
-        "none: no held-out text is in training",
+        "l2t.exact_match_without_search",
+        "without search",
     ),
     ("chrF", "l2t.chrf", "l2t.chrf_shuffled", _ANOTHER),
     (
@@ -310,7 +310,12 @@ ROWS = (
         "controls.unigram_bits_per_token_with_length controls.trigram_bits_per_token_with_length",
         "unigram, trigram",
     ),
-    ("BLEU of texts generated from held-out latents", "l2t.bleu", "copies.nearest_latent_bleu", _NEAREST),
+    (
+        "BLEU of texts generated from held-out latents",
+        "l2t.bleu",
+        "l2t.bleu_without_search copies.nearest_latent_bleu",
+        f"without search, {_NEAREST}",
+    ),
     (
         "cosine of a generated text's latent to the given one",
         "l2t.reencoded_cosine",

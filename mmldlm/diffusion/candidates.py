@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmldlm.diffusion.noise import RandomSource, SampleStreams
 from mmldlm.diffusion.sampling import Generation, Sampler, length_probabilities, median_lengths
-from mmldlm.diffusion.search import search
+from mmldlm.diffusion.search import PROPOSED, search
 
 UNLIKELY = 0.01  # a length below this share of the most likely length's probability is tried only for several texts
 # Returns how well each of B texts, given as tokens, fits its latent [B, M, C]: float64 [B], NaN if it cannot tell.
@@ -47,18 +47,18 @@ class TextRequest:
 
 
 def generate_best(
-    sampler: Sampler, generator: RandomSource, request: TextRequest, fit: Fit | None = None
+    sampler: Sampler, generator: RandomSource, request: TextRequest, fit: Fit | None = None, rounds: int = 0
 ) -> Generation:
     """Generate the texts of a request. The texts of a latent are in order, best first, and differ if possible.
 
     We generate `config.tried_lengths` candidates for each text. If no temperature is set, a single text takes the most
-    likely tokens, and several texts are drawn at random. If `config.search` is set and `fit` is given, a search then
-    improves the text of a latent that has one text of no given length. A text that the search has changed has a
-    `log_p` of NaN.
+    likely tokens, and several texts are drawn at random. A search then improves the text of a latent that has one text
+    of no given length. A text that the search has changed has a `log_p` of NaN.
 
     Args:
         fit: Ranks the candidates. Without it, and for a latent with no candidate that it can judge, the likelihood of
             the tokens ranks them.
+        rounds: Rounds of the search, which needs `fit`.
     """
     latents, count, lengths, max_length = request.latents, request.count, request.lengths, request.max_length
     mask_id, config = sampler.text.mask_id, sampler.config
@@ -66,7 +66,7 @@ def generate_best(
     sampler = replace(sampler, config=config)
     if lengths is None:
         p = length_probabilities(sampler.model, mask_id, latents, 0.0)
-        tried = lengths_around(median_lengths(p), min(config.tried_lengths, config.search or max_length), max_length)
+        tried = lengths_around(median_lengths(p), config.tried_lengths, max_length)
         unlikely = p.gather(1, tried - 1) < UNLIKELY * p.amax(1, keepdim=True)
         unlikely[:, 0] = False
     else:
@@ -100,27 +100,24 @@ def generate_best(
             judged = owners[known].bincount(minlength=len(latents)) > 0
             scores = torch.where(judged[owners], fitted.masked_fill(~known, -torch.inf), scores)
         made = _best(made, owners, scores.masked_fill(unlikely[rows], -torch.inf), count)
-    budget = (config.search or 0) - per_latent
-    if fit is None or count > 1 or lengths is not None or budget <= 0:
+    if fit is None or rounds == 0 or count > 1 or lengths is not None:
         return made
     fits, passes = fit, made.passes
 
-    def fill_templates(templates: list[list[int]], numbers: Sequence[int], source: RandomSource) -> list[list[int]]:
+    def propose(templates: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
         nonlocal passes
+        passes += len(templates)
         whole = [[*prefixes[number], *each] for number, each in zip(numbers, templates, strict=True)]
-        filled = sampler.generate("l2t", source, latents[list(numbers)], whole)
-        passes += filled.passes
-        return filled.split()
+        return sampler.likely_tokens(latents[list(numbers)], whole, PROPOSED)
 
     before = made.split()
     found = search(
         before,
-        budget,
+        rounds,
         lambda tokens, numbers: fits(tokens, latents[list(numbers)]),
-        fill_templates,
+        propose,
         mask_id,
         max_length,
-        generator,
         sampler.every_step,
     )
     changed = torch.tensor([one != other for one, other in zip(before, found, strict=True)])

@@ -34,6 +34,8 @@ from mmldlm.settings.declaration import setting
 GUIDANCE_NEEDS = "a run that trained joint: only there the network saw t = 1, the null condition, together with data"
 
 DRAW_TEMPERATURE = 0.6  # default temperature if texts are drawn
+MASKED_TEXTS = 64  # texts in a pass of `likely_tokens`
+EQUAL_PASSES = 8  # of `likely_tokens` where every rank makes as many
 MAX_PASSES = 10_000  # limit of settings, so that a stranger's bundle cannot ask for years of computation
 
 
@@ -67,13 +69,11 @@ class SamplingConfig:
     )
     search: int | None = setting(
         None,
-        "l2t, with the run's encoder: number of texts to generate for one latent. After the first "
-        "`tried_lengths` texts, the search masks the tokens of the best text that fit the latent worst, and "
-        "generates them again. null: no search",
-        at_least=1,
+        "l2t, one text of a latent: rounds of edits that bring the latent of the text, by the run's encoder, nearer to "
+        "the given one. A search ends earlier if no edit does. null: 8 with a learned or lsa encoder, otherwise 0",
+        at_least=0,
         at_most=MAX_PASSES,
-        advice="16 takes about twice the time of the default, 64 five times. It pays if a latent determines its text, "
-        "e.g. with learned latents of several tokens",
+        advice="A round encodes about 10 texts for each token, which takes long with a large encoder",
     )
     doubled_words: Literal["avoid", "allow"] = setting(
         "avoid", "whether a generated word may stand next to itself. avoid: the position takes the next likely token"
@@ -332,6 +332,33 @@ class Sampler:
             _, unconditional, *_ = self.model(null, z, torch.ones_like(t_text), t_latent, layout, positions, None)
             latent_pred = self.latent.guide(latent_pred, unconditional, t_latent, scale)
         return logits, latent_pred
+
+    @torch.no_grad()
+    def likely_tokens(self, latents: Tensor, texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+        """Return the `count` likeliest tokens, the best first, for the one [MASK] of each of n texts.
+
+        Args:
+            latents: [n, M, C]
+            texts: Tokens of each text, after an optional prefix.
+        """
+        order, device = sorted(range(len(texts)), key=lambda row: len(texts[row])), latents.device
+        parts = [order[first : first + MASKED_TEXTS] for first in range(0, len(order), MASKED_TEXTS)]
+        if self.every_step:
+            parts = [order[first::EQUAL_PASSES] for first in range(EQUAL_PASSES)]
+        found: dict[int, list[int]] = {}
+        for rows in parts:
+            masked = [texts[row] for row in rows] or [[self.text.mask_id]]
+            given = latents[rows] if rows else latents.new_zeros(1, *latents.shape[1:])
+            tokens = torch.tensor([token for text in masked for token in text])
+            layout = PackedLayout(tuple(map(len, masked)), latents.shape[1])
+            _, lengths = self.text.find_texts(tokens, layout)
+            layout, tokens, fraction = layout.to(device), tokens.to(device), (1 / lengths).to(device)
+            positions = (tokens == self.text.mask_id).nonzero().squeeze(1)
+            logits, *_ = self.model(tokens, given, fraction, torch.zeros_like(fraction), layout, positions, None)
+            if self.words is not None and self.config.doubled_words == "avoid":
+                logits = without_neighbors(logits, tokens, positions, layout, self.words)
+            found |= zip(rows, logits.topk(min(count, logits.shape[1])).indices.tolist(), strict=False)
+        return [found[row] for row in range(len(texts))]
 
 
 @torch.no_grad()

@@ -1,94 +1,123 @@
-"""Search for the text of a latent: mask the tokens that fit the latent worst, and generate them again.
+"""Search for the text of a latent: edit a text until the encoder finds the given latent for it.
 
-The network proposes texts, and we keep the text that fits best. A text that is nearly right has a few wrong tokens, or
-one too many or too few. If the text fits better without a token, that token is probably wrong.
+A generated text that is nearly right has a few tokens that are wrong, missing, superfluous or at another place. Each
+round tries single edits of the best text so far, and makes those that bring its latent nearer to the given one. The
+network proposes the tokens, given the latent and the rest of the text. (Vec2Text, arXiv 2310.06816, also corrects a
+text in rounds by its embedding, with a network that was trained for it.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 from torch import Tensor
 
-from mmldlm.diffusion.noise import RandomSource, SampleStreams, draw_uniform
+PLACES = 16  # of a text, where a round replaces, adds and moves tokens
+REACH = 4  # tokens that a token can move at once
+PROPOSED = 4  # tokens that the network proposes for a place
+COMBINED = 6  # edits of a text that a round can make together
+PERFECT = 1 - 1e-6  # a text that fits at least as well is left alone
 
-# A round generates one text for each entry: the share of tokens to mask, and how many tokens to add or leave out.
-PROPOSALS = ((0.2, 0), (0.35, 1), (0.35, -1), (0.5, 0))
-PERFECT = 1 - 1e-6  # the search leaves a text alone if its fit is at least this
-
+Edit = tuple[int, int, tuple[int, ...]]  # the tokens from the first place to before the second become these
 # Returns float64 [k], at most 1: how well texts, given as tokens, fit the latents with the given numbers.
 Fit = Callable[[list[list[int]], Sequence[int]], Tensor]
-# Returns k texts with their [MASK] tokens filled in, for the latents with the given numbers.
-FillIn = Callable[[list[list[int]], Sequence[int], RandomSource], list[list[int]]]
+# Returns for each of k texts the `PROPOSED` likeliest tokens for its one [MASK], given the latent with this number.
+Propose = Callable[[list[list[int]], Sequence[int]], list[list[int]]]
 
 
 def search(
     texts: Sequence[list[int]],
-    budget: int,
+    rounds: int,
     fit: Fit,
-    fill_in: FillIn,
+    propose: Propose,
     mask_id: int,
     max_length: int,
-    generator: RandomSource,
     every_round: bool = False,
 ) -> list[list[int]]:
     """Return a text for each of n latents that fits at least as well as the given text.
 
+    The search for a text ends when the text is perfect, or no edit makes it better.
+
     Args:
         texts: n texts, as tokens.
-        budget: How many texts to generate for each latent.
         max_length: Tokens of the longest text.
-        every_round: Generate also for latents that have a perfect text.
+        every_round: Call `propose` in all rounds, since other ranks may need its passes of the network.
     """
-    best, count = list(texts), len(PROPOSALS)
+    best = list(texts)
     scores = fit(best, range(len(best))).nan_to_num(-1.0).tolist()
-    streams = generator.repeat(count) if isinstance(generator, SampleStreams) else generator
-    for done in range(0, budget, count):
-        numbers = [number for number, score in enumerate(scores) if score < PERFECT or every_round]
-        if not numbers:
+    improved = [number for number, score in enumerate(scores) if score < PERFECT]
+    for _ in range(rounds):
+        if not (improved or every_round):
             break
-        width = min(count, budget - done)
-        owners = [number for number in numbers for _ in range(width)]
-        source = streams
-        if isinstance(streams, SampleStreams):
-            source = streams.take([number * count + child for number in numbers for child in range(width)])
-        uniforms = draw_uniform(source, 1, [max_length] * len(owners)).view(len(numbers), -1, max_length)
-        gains = _gains([best[number] for number in numbers], numbers, fit)
-        templates = [
-            _template(best[number], gain, uniform, *proposal, mask_id, max_length)
-            for number, gain, drawn in zip(numbers, gains, uniforms, strict=True)
-            for uniform, proposal in zip(drawn, PROPOSALS[:width], strict=True)
+        edits = _tried_edits(best, improved, fit, propose, mask_id, max_length)
+        combined = {
+            number: _without_overlaps([edit for score, edit in sorted(tried, reverse=True) if score > scores[number]])
+            for number, tried in zip(improved, edits, strict=True)
+        }
+        improved = [number for number, chosen in combined.items() if chosen]
+        candidates = [
+            (number, edited(best[number], chosen[:count]))
+            for number, chosen in combined.items()
+            for count in range(1, 1 + len(chosen))
         ]
-        made = fill_in(templates, owners, source)
-        for number, text, score in zip(owners, made, fit(made, owners).tolist(), strict=True):
-            if score > scores[number]:
+        fits = fit([text for _, text in candidates], [number for number, _ in candidates]).nan_to_num(-1.0)
+        for (number, text), score in zip(candidates, fits.tolist(), strict=True):
+            if score > scores[number] and len(text) <= max_length:
                 best[number], scores[number] = text, score
+        improved = [number for number in improved if scores[number] < PERFECT]
     return best
 
 
-def _gains(texts: Sequence[list[int]], numbers: Sequence[int], fit: Fit) -> list[Tensor]:
-    """Return, for each token of each text, how much better the text fits without the token."""
-    shorter = [[*text[:place], *text[place + 1 :]] for text in texts for place in range(len(text))]
-    owners = [number for number, text in zip(numbers, texts, strict=True) for _ in text]
-    return list(fit(shorter, owners).nan_to_num(-1.0).split([len(text) for text in texts]))
+def _tried_edits(
+    best: Sequence[list[int]], numbers: Sequence[int], fit: Fit, propose: Propose, mask_id: int, max_length: int
+) -> list[list[tuple[float, Edit]]]:
+    """Return edits of the texts with these numbers, each with the fit of the edited text.
 
-
-def _template(
-    text: list[int], gain: Tensor, uniform: Tensor, share: float, change: int, mask_id: int, max_length: int
-) -> list[int]:
-    """Return the text with a share of its tokens masked.
-
-    The masked tokens are drawn without replacement. A token with a larger gain is drawn more often (Gumbel-top-k trick,
-    arXiv 1903.06059, section 3). `change` is 1 to add a mask after one of them, and -1 to leave one of them out.
+    A token without which a text fits best is probably wrong. All edits but deletions are tried at these places.
     """
-    scale = gain.std(correction=0).clamp_min(1e-9)
-    keys = (gain - gain.mean()) / scale - (-uniform[: len(text)].clamp(1e-12, 1 - 1e-12).log()).log()
-    masked = keys.argsort(descending=True)[: max(1 + (change < 0), round(share * len(text)))].tolist()
-    template = list(text)
-    for place in masked:
-        template[place] = mask_id
-    if change > 0 and len(text) < max_length:
-        template.insert(masked[0] + 1, mask_id)
-    elif change < 0 and len(masked) > 1:
-        del template[masked[0]]
-    return template
+
+    def scored(edits: Sequence[Sequence[Edit]]) -> list[list[tuple[float, Edit]]]:
+        made = [edited(best[number], [edit]) for number, tried in zip(numbers, edits, strict=True) for edit in tried]
+        owners = [number for number, tried in zip(numbers, edits, strict=True) for _ in tried]
+        scores = iter(fit(made, owners).nan_to_num(-1.0).tolist())
+        return [[(next(scores), edit) for edit in tried] for tried in edits]
+
+    shorter = scored([[(place, place + 1, ()) for place in range(len(best[number]))] for number in numbers])
+    others, masked = list[list[Edit]](), list[list[Edit]]()
+    for number, deletions in zip(numbers, shorter, strict=True):
+        text = best[number]
+        places = sorted(place for _, (place, _, _) in sorted(deletions, reverse=True)[:PLACES])
+        others.append([move for place in places for move in _moves(text, place)])
+        gaps = {place + after for place in places for after in (0, 1)} if len(text) < max_length else ()
+        masks: list[Edit] = [(place, place + 1, (mask_id,)) for place in places]
+        masked.append(masks + [(gap, gap, (mask_id,)) for gap in sorted(gaps)])
+    templates = [edited(best[number], [edit]) for number, each in zip(numbers, masked, strict=True) for edit in each]
+    proposed = iter(propose(templates, [number for number, each in zip(numbers, masked, strict=True) for _ in each]))
+    for number, each, tried in zip(numbers, masked, others, strict=True):
+        for start, stop, _ in each:
+            tried += [(start, stop, (token,)) for token in next(proposed) if [token] != best[number][start:stop]]
+    return [[*deletions, *more] for deletions, more in zip(shorter, scored(others), strict=True)]
+
+
+def _moves(text: list[int], place: int) -> list[Edit]:
+    """Return the edits that move the token at `place` by up to `REACH` places."""
+    earlier = [(to, place + 1, (text[place], *text[to:place])) for to in range(max(0, place - REACH), place)]
+    end = min(len(text), place + REACH + 1)
+    return earlier + [(place, to + 1, (*text[place + 1 : to + 1], text[place])) for to in range(place + 1, end)]
+
+
+def _without_overlaps(edits: Sequence[Edit]) -> list[Edit]:
+    """Return the first `COMBINED` edits that have at least one token between them."""
+    kept = list[Edit]()
+    for start, stop, tokens in edits:
+        if len(kept) < COMBINED and all(stop < other or start > end for other, end, _ in kept):
+            kept.append((start, stop, tokens))
+    return kept
+
+
+def edited(text: list[int], edits: Sequence[Edit]) -> list[int]:
+    """Return the text with all edits made, which do not overlap."""
+    for start, stop, tokens in sorted(edits, reverse=True):
+        text = list(chain(text[:start], tokens, text[stop:]))
+    return text

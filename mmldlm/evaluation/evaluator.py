@@ -21,7 +21,7 @@ from mmldlm.data.loader import collate
 from mmldlm.data.nearest import TextIndex, draw_samples
 from mmldlm.data.store import Split, Store
 from mmldlm.data.verify import drop_bad_samples
-from mmldlm.diffusion.candidates import Fit, TextRequest, generate_best
+from mmldlm.diffusion.candidates import TextRequest, generate_best
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.distributed.collectives import Collectives
@@ -222,9 +222,11 @@ class Evaluation:
         longest = run.store.manifest.max_length if chooser else lengths.max()
         texts, passes = np.zeros((count, 1 + longest)), 0.0
         sampler = run.sampler(sampling, every_step=self._every_step)
-        fit: Fit | None = None
+        fit, rounds = None, 0
         if chooser not in (None, "likelihood"):
-            fit = run.fit(sampling) if chooser == "encoder" else run.fit_by_network(sampling, self._every_step)
+            by_encoder = chooser == "encoder"
+            fit = run.fit(sampling) if by_encoder else run.fit_by_network(sampling, self._every_step)
+            rounds = run.search_rounds(sampling) if by_encoder else 0
         other = torch.from_numpy(self.latents["shuffled"]) if chooser == "network_shuffled" else None
         for counted, slots in self._track(self._local_slots(lengths)):
             streams, rows = SampleStreams(self.config.seed, MODES.index(mode), torch.from_numpy(slots)), slots.tolist()
@@ -232,7 +234,7 @@ class Evaluation:
             if chooser:
                 judges = None if other is None else other[slots].to(run.device)
                 request = TextRequest(given.to(run.device), longest, prefixes=heads, judged_by=judges)
-                generation = generate_best(sampler, streams, request, fit)
+                generation = generate_best(sampler, streams, request, fit, rounds)
             else:
                 whole = [[*head, *start[row]] for head, row in zip(heads, rows, strict=True)]
                 generation = sampler.generate(mode, streams, given.to(run.device), whole)

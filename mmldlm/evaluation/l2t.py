@@ -126,6 +126,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
 
     A suffix says that other texts were measured: `_true_length` with the document's length, `_shuffled` from another
     document's latent, `_mean_latent` from the mean latent, `_unigram` drawn by token frequency, `_true` the references.
+    `_without_search` are texts that no search has edited.
     `_by_network` are texts chosen by the network's t2l, as where no encoder is at hand, and `_by_network_shuffled` is
     their control: the choice compares with another document's latent.
     """
@@ -150,7 +151,7 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
     for condition, suffix in SUFFIXES.items():
         evaluation.progress.phase(f"texts from latents, latent {condition}")
         # Baselines try only the median length: choosing among useless texts is not worth the time.
-        tried = sampling if condition == "own" else replace(sampling, tried_lengths=1, search=None)
+        tried = sampling if condition == "own" else replace(sampling, tried_lengths=1, search=0)
         made = evaluation.generate("l2t", condition, count, tried, "encoder")
         generated = made.tokens
         texts = add(suffix, generated)
@@ -164,6 +165,10 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
                 {**row, "texts": int(inside.sum()), **share_with_interval("exact_match", exact[inside])}
                 for row, inside in length_buckets(evaluation.lengths[:count])
             ]
+    if evaluation.run.search_rounds(sampling):
+        evaluation.progress.phase("texts from latents, without search")
+        without = replace(sampling, search=0)
+        add("_without_search", evaluation.generate("l2t", "own", count, without, "encoder").tokens)
     if evaluation.run.encodes:
         evaluation.progress.phase("texts from latents, chosen by the network")
         add("_by_network", evaluation.generate("l2t", "own", count, sampling, "network").tokens)

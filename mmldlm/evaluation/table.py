@@ -35,6 +35,7 @@ _MEMORIZATION: list[Row] = [
 ]
 _BY_NETWORK = {"by network": "_by_network", "by network, shuffled": "_by_network_shuffled"}
 _OWN_LENGTH = {
+    "without search": "_without_search",
     "true length": "_true_length",
     **_BY_NETWORK,
     "shuffled": "_shuffled",

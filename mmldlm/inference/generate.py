@@ -86,7 +86,8 @@ def sample(
         start = [[*head, *(template or [manifest.mask_id] * number)] for head, number in zip(each, drawn, strict=True)]
         return generate_and_decode(run, mode, config, generator, latents, start)
     request = TextRequest(latents.to(run.device), manifest.max_length, count, lengths or None, template, heads)
-    return decoded(run, generate_best(run.sampler(config), generator, request, run.fit(config)))
+    rounds = run.search_rounds(config) if count == 1 and not lengths else 0
+    return decoded(run, generate_best(run.sampler(config), generator, request, run.fit(config), rounds))
 
 
 def interpolate(

@@ -52,6 +52,7 @@ BUNDLE_CONFIG = "config.json"
 REPLACEABLE = re.compile(
     r"((sampling|evaluation)\.\w+|attention\.backend|precision)=.*", re.DOTALL
 )  # without training again
+SEARCH_ROUNDS = 8  # by default, with a small encoder
 DESCRIPTION = "data"  # folder with the data store's manifest and encoder, without samples
 
 
@@ -109,12 +110,7 @@ class LoadedRun:
 
         The function loads the encoder when it is first called. If the encoder cannot be loaded, the network finds the
         latents of the texts, or if it does not do t2l, all fits are NaN.
-
-        Raises:
-            UsageError: `config.search` is set, but the encoder cannot be loaded.
         """
-        if config.search and self.chooser is None:
-            raise UsageError(f"sampling.search: expected a run whose encoder can be loaded, found {config.search}")
 
         def fit(tokens: list[list[int]], latents: Tensor) -> Tensor:
             if self.chooser is not None:
@@ -125,6 +121,18 @@ class LoadedRun:
             return torch.full((len(tokens),), torch.nan)
 
         return fit
+
+    def search_rounds(self, config: SamplingConfig) -> int:
+        """Return how many rounds a search for the text of a latent may take.
+
+        Raises:
+            UsageError: `config.search` is set, but the encoder cannot be loaded.
+        """
+        if config.search is None:
+            return SEARCH_ROUNDS * (self.chooser is not None and self.chooser.is_small)
+        if config.search and self.chooser is None:
+            raise UsageError(f"sampling.search: expected a run whose encoder can be loaded, found {config.search}")
+        return config.search
 
     def fit_by_network(self, config: SamplingConfig, every_step: bool = False) -> Fit:
         """Return a function like `fit`, which finds the latents of texts by the network alone.
@@ -171,7 +179,7 @@ def add_settings(parser: ArgumentParser) -> None:
 
 def add_search(parser: ArgumentParser) -> None:
     """Add `--search`, a setting that many users want to vary. See `given_settings`."""
-    parser.add_argument("--search", metavar="N", help="l2t: texts to generate for a latent; as sampling.search=N")
+    parser.add_argument("--search", metavar="N", help="l2t: rounds of edits of a text; as sampling.search=N")
 
 
 def given_settings(options: Namespace) -> list[str]:

@@ -1,4 +1,4 @@
-"""Search: texts that fit better and better, within its budget."""
+"""Search: edits that fit better and better, until the text is right."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from mmldlm.diffusion.noise import RandomSource, SampleStreams, draw_uniform
-from mmldlm.diffusion.search import PROPOSALS, search
+from mmldlm.diffusion.search import COMBINED, PLACES, edited, search
 
 pytestmark = pytest.mark.quick
 
 MASK, WORDS, LONGEST = 0, 12, 9
-TRUE = [[3, 4, 5, 6], [7, 7, 8], [9, 1, 2, 3, 4, 5], [11]]
-START = [[3, 9, 5], [7, 7, 8], [9, 1, 2, 2, 4, 5, 5], [2]]  # one too short, perfect, one too long, wrong
+TRUE = [[3, 4, 5, 6], [7, 7, 8], [9, 1, 2, 3, 4, 5], [11], [1, 2, 3, 4, 5, 6, 7, 8]]
+# One token too short, perfect, one too long, wrong, and two tokens in each other's place.
+START = [[3, 9, 5], [7, 7, 8], [9, 1, 2, 2, 4, 5, 5], [2], [1, 6, 3, 4, 5, 2, 7, 8]]
 
 
-def fit_to(wanted: Sequence[list[int]], tokens: list[list[int]], numbers: Sequence[int]) -> Tensor:
+def fit_to(wanted: Sequence[list[int]], tokens: Sequence[list[int]], numbers: Sequence[int]) -> Tensor:
     """Return 1 for the wanted text, less for each wrong count of a pair of neighbors or of a token."""
 
     def parts(text: list[int]) -> list[tuple[int, ...]]:
@@ -33,81 +33,86 @@ def fit_to(wanted: Sequence[list[int]], tokens: list[list[int]], numbers: Sequen
     return torch.tensor(scores, dtype=torch.float64)
 
 
-class Guesses:
-    """Fills masks with random words, and counts the texts of each latent."""
+class Proposals:
+    """Proposes the true tokens of a latent, and counts calls and templates."""
 
-    def __init__(self) -> None:
-        self.counts, self.calls, self.templates = dict[int, int](), 0, list[list[int]]()
+    def __init__(self, tokens: Sequence[list[int]] = TRUE) -> None:
+        self.tokens, self.calls, self.templates = tokens, 0, list[tuple[int, list[int]]]()
 
-    def __call__(self, templates: list[list[int]], numbers: Sequence[int], source: RandomSource) -> list[list[int]]:
+    def __call__(self, templates: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
         self.calls += 1
-        self.templates += templates
-        texts = []
-        drawn = draw_uniform(source, 1, [LONGEST] * len(templates)).view(len(templates), LONGEST)
-        for template, number, uniform in zip(templates, numbers, drawn.tolist(), strict=True):
-            assert MASK in template and 1 <= len(template) <= LONGEST
-            self.counts[number] = self.counts.get(number, 0) + 1
-            words = (1 + int(value * (WORDS - 1)) for value in uniform)
-            texts.append([next(words) if token == MASK else token for token in template])
-        return texts
+        self.templates += zip(numbers, templates, strict=True)
+        assert all(text.count(MASK) == 1 for text in templates)
+        return [sorted(set(self.tokens[number])) for number in numbers]
 
 
 def found(
-    budget: int,
-    fill_in: Guesses | None = None,
+    rounds: int,
+    proposals: Proposals | None = None,
     wanted: Sequence[list[int]] = TRUE,
-    rows: Sequence[int] = range(4),
-    generator: RandomSource | None = None,
+    rows: Sequence[int] = range(len(TRUE)),
     every_round: bool = False,
 ) -> list[list[int]]:
     def fit(tokens: list[list[int]], numbers: Sequence[int]) -> Tensor:
         return fit_to([wanted[row] for row in rows], tokens, numbers)
 
-    streams = generator or SampleStreams(0, 0, torch.tensor(rows))
-    start = [START[row] for row in rows]
-    return search(start, budget, fit, fill_in or Guesses(), MASK, LONGEST, streams, every_round)
+    proposals = proposals or Proposals([TRUE[row] for row in rows])
+    made = search([START[row] for row in rows], rounds, fit, proposals, MASK, LONGEST, every_round)
+    assert all(len(text) <= LONGEST for text in [*made, *(text for _, text in proposals.templates)])
+    return made
 
 
-def test_more_texts_fit_better_until_they_are_right() -> None:
-    fits = [fit_to(TRUE, found(budget), range(4)) for budget in (0, 1, 4, 16, 64, 256, 4096)]
+def test_each_round_fits_better_until_the_text_is_right() -> None:
+    fits = [fit_to(TRUE, found(rounds), range(len(TRUE))) for rounds in range(6)]
     assert found(0) == START
     assert all((after >= before).all() for before, after in pairwise(fits))
-    assert fits[0].mean() + 0.1 < fits[3].mean() < fits[6].mean() - 0.1
-    assert sum(text == true for text, true in zip(found(4096), TRUE, strict=True)) >= 3
+    assert fits[0].mean() < fits[1].mean() and found(5) == TRUE
 
 
-def test_a_latent_gets_its_budget_until_its_text_is_perfect() -> None:
-    never = [[1, 11, 1, 11, 1, 11, 1, 11]] * 4  # too far to be found
-    for budget in (1, 4, 7):
-        found(budget, guesses := Guesses(), never)
-        assert guesses.counts == dict.fromkeys(range(4), budget)
-    found(12, guesses := Guesses())
-    assert 1 not in guesses.counts, "its text is right from the start"
-    found(12, guesses := Guesses(), every_round=True)
-    assert guesses.counts == dict.fromkeys(range(4), 12) and guesses.calls == 3
+def test_right_texts_and_texts_that_no_edit_improves_take_no_more_passes() -> None:
+    found(9, proposals := Proposals())
+    assert 1 not in dict(proposals.templates), "its text is right from the start"
+    assert proposals.calls < 9
+    nothing = Proposals([[]] * len(TRUE))
+    assert search([[1, 2]], 9, lambda texts, _: torch.zeros(len(texts)), nothing, MASK, LONGEST) == [[1, 2]]
+    assert nothing.calls == 1
+    found(9, proposals := Proposals(), every_round=True)
+    assert proposals.calls == 9, "other ranks may need the passes"
 
 
 def test_a_text_does_not_depend_on_the_others() -> None:
-    together = found(40)
-    assert [found(40, rows=[row])[0] for row in range(4)] == together
-    first, second = (found(40, generator=torch.Generator().manual_seed(0)) for _ in range(2))
-    assert first == second
+    assert [found(3, rows=[row])[0] for row in range(len(TRUE))] == found(3)
 
 
 def test_the_fit_of_another_latent_does_not_help() -> None:
     other = [*TRUE[1:], TRUE[0]]
-    wrong, right = (fit_to(TRUE, found(256, wanted=wanted), range(4)).mean() for wanted in (other, TRUE))
-    assert right > fit_to(TRUE, START, range(4)).mean() > wrong
+    wrong, right = (fit_to(TRUE, found(9, wanted=wanted), range(len(TRUE))).mean() for wanted in (other, TRUE))
+    assert right > fit_to(TRUE, START, range(len(TRUE))).mean() > wrong
 
 
-def test_tokens_that_fit_worst_are_masked_most() -> None:
-    """The second token of a text of six is wrong, all else is right."""
-    masked = torch.zeros(6)
-    for seed in range(200):
-        guesses = Guesses()
-        start, generator = [[9, 6, 2, 3, 4, 5]], torch.Generator().manual_seed(seed)
-        search(start, 1, lambda t, n: fit_to([TRUE[2]], t, n), guesses, MASK, LONGEST, generator)
-        (template,) = guesses.templates
-        masked += torch.tensor([token == MASK for token in template])
-    assert PROPOSALS[0][1] == 0 and masked.sum() == 200, "one of six, and no other length"
-    assert masked[1] > 2 * masked.sort().values[-2]
+def test_tokens_are_moved_and_left_out_without_the_network() -> None:
+    none = Proposals([[]] * len(TRUE))
+    texts = found(9, none, rows=[2, 4])
+    assert len(texts[0]) < len(START[2])
+    one_moved = [[2, 1, 3, 4, 5, 6]]
+    assert search(one_moved, 1, lambda t, n: fit_to([[1, 2, 3, 4, 5, 6]], t, n), none, MASK, LONGEST) == [
+        [1, 2, 3, 4, 5, 6]
+    ]
+
+
+def test_a_round_edits_several_places_of_a_long_text() -> None:
+    """The network is asked about the places without which the text fits best."""
+    true = list(range(1, 41))
+    wrong = list(true)
+    for place in range(0, 40, 5):
+        wrong[place] = 99
+    proposals = Proposals([true])
+    (after,) = search([wrong], 1, lambda texts, _: fit_to([true], texts, [0] * len(texts)), proposals, MASK, 64)
+    assert sum(one != other for one, other in zip(after, true, strict=True)) == after.count(99)
+    assert wrong.count(99) - after.count(99) == COMBINED
+    replaced = [text.index(MASK) for _, text in proposals.templates if len(text) == 40]
+    assert len(replaced) == PLACES and {place for place in range(40) if wrong[place] == 99} <= {*replaced}
+
+
+def test_edits_are_made_together() -> None:
+    assert edited([1, 2, 3, 4, 5], [(0, 1, ()), (2, 2, (9,)), (4, 5, (6, 7))]) == [2, 9, 3, 4, 6, 7]

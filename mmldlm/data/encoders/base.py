@@ -21,6 +21,7 @@ class LatentEncoder(Protocol):
 
     latent_tokens: int  # M
     channels: int  # C
+    is_small: bool = False  # encodes thousands of texts per second on a CPU
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -104,6 +105,7 @@ class ChunkedEncoder(LatentEncoder):
     def __init__(self, inner: LatentEncoder, latent_tokens: int):
         assert inner.latent_tokens == 1
         self.inner, self.latent_tokens, self.channels = inner, latent_tokens, inner.channels
+        self.is_small = inner.is_small
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -237,6 +237,7 @@ class LearnedEncoder(LatentEncoder):
     """
 
     kind = "learned"
+    is_small = True
 
     def __init__(
         self,

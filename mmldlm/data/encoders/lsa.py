@@ -37,6 +37,7 @@ class LsaEncoder(LatentEncoder):
     """
 
     kind = "lsa"
+    is_small = True
     latent_tokens = 1
 
     def __init__(self, terms: list[str], idf: np.ndarray, projection: np.ndarray, seed: int):
