@@ -58,6 +58,13 @@ class LatentConfig:
         "channels / 64), at least 1",
         above=0,
     )
+    pure_noise: float = setting(
+        0.0,
+        "share of the samples of t2l and joint that train at t_latent = 1, whatever the distribution of the others. In "
+        "joint they train the text without its latent, from which `sampling.joint_order: text_first` generates",
+        at_least=0,
+        below=1,
+    )
     stratified: bool = setting(
         True, "true: t_latent from a low-discrepancy grid over the global batch. false: independent draws"
     )
@@ -82,6 +89,7 @@ class LatentConfig:
             self.mode_scale,
             self.stratified,
             shift=self.time_shift or 1.0,
+            pure_noise=self.pure_noise,
         )
 
     def resolve(self, numbers: int) -> LatentConfig:

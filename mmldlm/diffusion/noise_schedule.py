@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -158,9 +158,13 @@ class TimeSampler:
     stratified: bool = True
     lowest: float = 0.0  # no time is below it
     shift: float = 1.0  # toward 1: sqrt(m / n) in SD3, eq. 23
+    pure_noise: float = 0.0  # share of times that are 1
 
     def times(self, u: Tensor) -> Tensor:
-        """Return the times, an increasing function of the uniform numbers `u` in [0, 1]."""
+        """Return the times, a function of the uniform numbers `u` in [0, 1] that never decreases."""
+        if self.pure_noise:
+            others = 1 - self.pure_noise
+            return torch.where(u < others, replace(self, pure_noise=0.0).times((u / others).clamp_max(1)), 1.0)
         t = self._times(u).clamp_min(self.lowest)
         return t if self.shift == 1 else self.shift * t / (1 + (self.shift - 1) * t)
 
@@ -178,7 +182,7 @@ class TimeSampler:
 
         It is undefined for logit_normal, whose density is 0 at both ends, so that the weight would be unbounded.
         """
-        assert self.kind != "logit_normal" and self.shift == 1
+        assert self.kind != "logit_normal" and self.shift == 1 and not self.pure_noise
         if self.kind == "uniform":
             return torch.ones_like(u)
         return 1 + self.mode_scale * (1 - math.pi / 2 * torch.sin(math.pi * u))

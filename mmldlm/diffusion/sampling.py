@@ -34,6 +34,7 @@ from mmldlm.settings.declaration import setting
 GUIDANCE_NEEDS = "a run that trained joint: only there the network saw t = 1, the null condition, together with data"
 
 DRAW_TEMPERATURE = 0.6  # default temperature if texts are drawn
+ALONE_TEMPERATURE = 0.8  # the same for texts without a latent, which are less alike at it
 MASKED_TEXTS = 64  # texts in a pass of `likely_tokens`
 EQUAL_PASSES = 8  # of `likely_tokens` where every rank makes as many
 MAX_PASSES = 10_000  # limit of settings, so that a stranger's bundle cannot ask for years of computation
@@ -108,12 +109,13 @@ class SamplingConfig:
         at_most=MAX_PASSES,
         advice="More steps draw one of these latents, which is farther from the true latent than their mean",
     )
-    joint_order: Literal["together", "latents_first"] = setting(
+    joint_order: Literal["together", "latents_first", "text_first"] = setting(
         "latents_first",
         "order in joint. together: text and latents go through the same steps. latents_first: all steps of the "
-        "latents come first, then the same number of steps of the text given the latents",
-        advice="latents_first takes twice the passes. Its texts agree better with their latents, and are more diverse. "
-        "together for a run that is poor at l2t",
+        "latents come first, then the same number of steps of the text given the latents. text_first: all steps of the "
+        "text, without a latent, then its latents as in t2l",
+        advice="text_first writes the best texts if `latent.pure_noise` has trained texts without latents. If not, "
+        "latents_first, or together for a run that is poor at l2t",
     )
     joint_latents: Literal["of_text", "drawn"] = setting(
         "of_text",
@@ -135,7 +137,9 @@ class SamplingConfig:
         """Return the temperature of a mode for `count` texts per latent, if a latent has `latent_tokens` tokens."""
         if self.temperature is not None:
             return self.temperature
-        return 0.0 if count == 1 and self._is_determined(mode, latent_tokens) else DRAW_TEMPERATURE
+        if count == 1 and self._is_determined(mode, latent_tokens):
+            return 0.0
+        return ALONE_TEMPERATURE if mode == "joint" and self.joint_order == "text_first" else DRAW_TEMPERATURE
 
     def resolve_decoding(self, mode: Mode, latent_tokens: int) -> TextDecoding:
         """Return the decoding of a mode for latents of `latent_tokens` tokens.
@@ -217,6 +221,8 @@ class Sampler:
             temperature = config.resolve_temperature("joint", latents.shape[1])
             stages = [("t2l", config), ("l2t", replace(config, decoding=decoding, temperature=temperature))]
             stages += [("t2l", given_text)] if config.joint_latents == "of_text" else []
+        elif mode == "joint" and config.joint_order == "text_first":
+            stages = [("joint", config), ("t2l", given_text)]
         log_p, passes = torch.full((len(start),), math.nan, dtype=torch.float64), 0
         for stage, settings in stages:
             sampler = replace(self, config=settings)
@@ -248,15 +254,16 @@ class Sampler:
         grid = torch.linspace(1, 0, config.steps + 1).tolist()
         # We draw noise in every mode: generated latents start from it, and it is the null condition of l2t guidance.
         noise = draw_normal(generator, latents.shape).to(device)
-        generates_text, generates_latent = mode != "t2l", mode != "l2t"
-        z = latent.prior(noise) if generates_latent else latents
+        is_alone = mode == "joint" and config.joint_order == "text_first"  # the latent stays noise
+        generates_text, generates_latent = mode != "t2l", mode != "l2t" and not is_alone
+        z = latents if mode == "l2t" else latent.prior(noise)
         temperature = config.resolve_temperature(mode, latents.shape[1])
         by_confidence = generates_text and config.resolve_decoding(mode, latents.shape[1]) == "confidence"
         if generates_text:  # the reverse steps treat the masked tokens of each sample as a text
             places, masked = is_masked.nonzero().squeeze(1).to(device), PackedLayout(counts, latents.shape[1], device)
             uniforms = draw_uniform(generator, config.steps, counts)
             decoder = (
-                ConfidenceDecoder(text, grid, uniforms, masked, None if generates_latent else config.commit)
+                ConfidenceDecoder(text, grid, uniforms, masked, config.commit if mode == "l2t" else None)
                 if by_confidence
                 else AncestralDecoder(text, grid, uniforms, config.remask, device)
             )
@@ -267,7 +274,7 @@ class Sampler:
         # Ancestral decoding: no step waits for the device or exchanges data with it.
         for step, (t, s) in enumerate(pairwise(grid)):
             positions, running = x.new_empty(0), None
-            t_text, t_latent = fraction, torch.full_like(fraction, t if generates_latent else 0.0)
+            t_text, t_latent = fraction, torch.full_like(fraction, t if generates_latent else float(is_alone))
             if generates_text:
                 # Only tokens to generate take the reverse step: the rest of a template never changes.
                 before = x[places]

@@ -27,11 +27,21 @@ POINTS = 5  # from one document to the other, both included
 def edit_sampling(config: SamplingConfig, count: int) -> SamplingConfig:
     """Return the settings of joint that fill a span with `count` texts, from noise in place of a latent.
 
-    The span and the latent are generated together. A latent that comes first disturbs more than it knows of the span.
+    The span and the latent are generated together, or the span first. A latent that comes first disturbs more than it
+    knows of the span.
     """
+    joint_order = "together" if config.joint_order == "latents_first" else config.joint_order
     order = "confidence" if config.decoding == "auto" and not config.remask else config.decoding
     temperature = config.resolve_temperature("l2t", 1, count)
-    return replace(config, joint_order="together", decoding=order, temperature=temperature)
+    return replace(config, joint_order=joint_order, decoding=order, temperature=temperature)
+
+
+def interpolation_sampling(config: SamplingConfig) -> SamplingConfig:
+    """Return the settings for latents between those of two texts: by default without search.
+
+    No text has such a latent, and a search for it finds the words of both texts in no order.
+    """
+    return replace(config, search=config.search or 0)
 
 
 def draw_spans(evaluation: Evaluation, count: int) -> list[slice]:
@@ -109,7 +119,7 @@ def interpolation_metrics(evaluation: Evaluation) -> dict[str, Any]:
     """
     evaluation.progress.phase("texts between two documents")
     count, inner = max(1, evaluation.num_texts // TEXTS_PER_PAIR), POINTS - 2
-    own, sampling = evaluation.latents["own"], evaluation.run.config.sampling
+    own, sampling = evaluation.latents["own"], interpolation_sampling(evaluation.run.config.sampling)
     starts = np.repeat(np.arange(count), inner)
     ends = evaluation.others[starts]
     between = np.concatenate([slerp(own[i], own[evaluation.others[i]], POINTS)[1:-1] for i in range(count)])

@@ -21,6 +21,7 @@ from mmldlm.diffusion.sampling import (
     draw_lengths,
 )
 from mmldlm.errors import DataError, UsageError
+from mmldlm.evaluation.changes import interpolation_sampling
 from mmldlm.loading.load import LoadedRun
 from mmldlm.settings.successors import notice
 from mmldlm.utils.slerp import slerp
@@ -105,7 +106,7 @@ def interpolate(
     start, end = run.store.standardize(raw_latents)
     latents = run.store.restore(slerp(start, end, points))
     one_stream = torch.zeros(points, dtype=torch.int64)
-    return sample(run, "l2t", config, seed, latents, length=length, slots=one_stream)
+    return sample(run, "l2t", interpolation_sampling(config), seed, latents, length=length, slots=one_stream)
 
 
 def generate_and_decode(

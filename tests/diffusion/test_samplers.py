@@ -156,6 +156,28 @@ def test_latents_come_before_the_text_that_is_given_them() -> None:
     assert [text for _, text in seen[4:]] == sorted((text for _, text in seen[4:]), reverse=True)
 
 
+def test_a_text_that_comes_first_is_written_without_a_latent() -> None:
+    """All its passes see the same noise at t = 1, and those of the latent after them see the text."""
+    latent, seen = gaussian("vp_cosine", "v", "mse", CHANNELS), []
+    perfect = PerfectDenoiser(PAIRS, latent)
+
+    def denoiser(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tokens, latents, t_text, t_latent = arguments[:4]
+        if not seen:
+            seen.append(latents)
+        if t_text.any():
+            assert (t_latent == 1).all() and torch.equal(latents, seen[0])
+        else:
+            assert (tokens != TEXT.mask_id).all()
+        seen.append((float(t_text[0]), float(t_latent[0])))
+        return perfect(*arguments)
+
+    config = SamplingConfig(4, joint_order="text_first", t2l_steps=2)
+    made = Sampler(denoiser, TEXT, latent, config).generate("joint", seeded(), PAIRS.latents, blanks(PAIRS.lengths))
+    assert made.tokens.shape == PAIRS.tokens.shape and (made.tokens != TEXT.mask_id).all()
+    assert seen[-2:] == [(0, 1), (0, 0.5)] and all(text > 0 for text, _ in seen[1:-2])
+
+
 def test_the_latents_of_joint_are_at_last_those_of_its_text() -> None:
     """Where no text belongs to what was drawn: the network writes the same texts whatever the latents are."""
     latent = gaussian("vp_cosine", "x0", "mse", CHANNELS)
@@ -226,6 +248,8 @@ def test_each_mode_has_its_decoding_and_temperature() -> None:
     assert [auto.resolve_temperature(*each, count=3) for each in asked] == [0.6] * 4
     together = SamplingConfig(joint_order="together")
     assert together.resolve_decoding("joint", 4) == "ancestral" and together.resolve_temperature("joint", 4) == 0.6
+    first = SamplingConfig(joint_order="text_first")
+    assert first.resolve_decoding("joint", 4) == "ancestral" and first.resolve_temperature("joint", 4) == 0.8
     assert SamplingConfig(remask=0.5).resolve_decoding("l2t", 4) == "ancestral"
     for decoding in ("ancestral", "confidence"):
         given = SamplingConfig(decoding=decoding, temperature=0.3)

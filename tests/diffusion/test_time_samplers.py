@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.quick
 U = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
 PAIRS = random_pairs((4,) * 100 + (9,) * 100)
 SIZE = len(PAIRS.lengths)
+LEVELS = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
 
 
 def test_the_objective_counts_all_numbers_of_a_texts_latents(tiny_store: Path) -> None:
@@ -70,6 +72,16 @@ def test_times_of_many_numbers_are_moved_toward_noise(given: float | None, numbe
     assert sampler.times(torch.tensor([0.0, 1.0])).tolist() == [0.0, 1.0]
     if shift == 1:
         assert torch.equal(t, before)
+
+
+@pytest.mark.parametrize("kind", ["uniform", "logit_normal", "mode"])
+def test_a_share_of_the_times_is_pure_noise(kind: Any) -> None:
+    """All others follow the distribution, as if there were no such share."""
+    config = LatentConfig(time_sampling=kind, time_shift=2.0, pure_noise=0.75)
+    t = config.sampler.times(U)
+    assert float((t == 1).float().mean()) == pytest.approx(0.75, abs=1e-4)
+    expected = replace(config, pure_noise=0.0).sampler.times(U)
+    torch.testing.assert_close(t[t < 1].quantile(LEVELS), expected.quantile(LEVELS), rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("limit", [None, 3.0])

@@ -59,6 +59,7 @@ EFFECTS = [
     effect("latent.scale", "0.3", "curve", ("latent.time_sampling=logit_normal",)),
     effect("latent.mode_scale", "0.5", "curve", ("latent.time_sampling=mode",)),
     effect("latent.time_shift", "3", "curve"),
+    effect("latent.pure_noise", "0.5", "curve"),
     effect("latent.stratified", "false", "curve"),
     effect("text.time_sampling", "mode", "curve"),
     effect("text.mode_scale", "0.5", "curve", ("text.time_sampling=mode",)),
