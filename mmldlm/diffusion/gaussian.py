@@ -60,10 +60,10 @@ class LatentConfig:
     )
     pure_noise: float = setting(
         0.0,
-        "share of the samples of t2l and joint that train at t_latent = 1, whatever the distribution of the others. In "
-        "joint they train the text without its latent, from which `sampling.joint_order: text_first` generates",
+        "share of joint's samples that train at t_latent = 1, whatever the distribution of the others. They train the "
+        "text without its latent, from which `sampling.joint_order: text_first` generates",
         at_least=0,
-        below=1,
+        at_most=1,
     )
     stratified: bool = setting(
         True, "true: t_latent from a low-discrepancy grid over the global batch. false: independent draws"

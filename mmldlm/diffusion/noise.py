@@ -96,7 +96,7 @@ def draw_noise(
     Modes and times come from low-discrepancy grids over the global batch. A random permutation for each grid assigns
     its points to slots, so that modes, times and text lengths are uncorrelated. Times that are not stratified are drawn
     independently. l2t pins t_latent to 0, t2l pins t_text to 0. `text` and `latent` are the distributions of t_text and
-    t_latent.
+    t_latent, except for the share of joint's samples whose t_latent is 1.
     """
     # Every rank draws the grids of the whole global batch and takes the entries of its slots.
     shared = random_stream(seed, purpose=0, step=step)
@@ -117,6 +117,9 @@ def draw_noise(
     # A given text has t = 0 exactly, so that no token is masked.
     t_text = text.times(u_text).masked_fill(mode == MODES.index("t2l"), 0.0)
     t_latent = latent.times(u_latent).masked_fill(mode == MODES.index("l2t"), 0.0)
+    # The grid of the modes also decides which samples of joint have noise in place of a latent.
+    is_joint, in_joint = mode == MODES.index("joint"), t_mode - cumulative[-2]
+    t_latent = t_latent.masked_fill(is_joint & (in_joint < latent.pure_noise * weights["joint"]), 1.0)
     uniforms, epsilon = sample_noise(batch, seed, step)
     return Noise(mode, t_text.float(), t_latent.float(), uniforms, epsilon, text.importance(u_text).float())
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -158,13 +158,10 @@ class TimeSampler:
     stratified: bool = True
     lowest: float = 0.0  # no time is below it
     shift: float = 1.0  # toward 1: sqrt(m / n) in SD3, eq. 23
-    pure_noise: float = 0.0  # share of times that are 1
+    pure_noise: float = 0.0  # share of joint's samples whose time is 1, whatever `times` says, see `draw_noise`
 
     def times(self, u: Tensor) -> Tensor:
-        """Return the times, a function of the uniform numbers `u` in [0, 1] that never decreases."""
-        if self.pure_noise:
-            others = 1 - self.pure_noise
-            return torch.where(u < others, replace(self, pure_noise=0.0).times((u / others).clamp_max(1)), 1.0)
+        """Return the times, an increasing function of the uniform numbers `u` in [0, 1]."""
         t = self._times(u).clamp_min(self.lowest)
         return t if self.shift == 1 else self.shift * t / (1 + (self.shift - 1) * t)
 
@@ -182,7 +179,7 @@ class TimeSampler:
 
         It is undefined for logit_normal, whose density is 0 at both ends, so that the weight would be unbounded.
         """
-        assert self.kind != "logit_normal" and self.shift == 1 and not self.pure_noise
+        assert self.kind != "logit_normal" and self.shift == 1
         if self.kind == "uniform":
             return torch.ones_like(u)
         return 1 + self.mode_scale * (1 - math.pi / 2 * torch.sin(math.pi * u))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from mmldlm.config import load_config
 from mmldlm.data.store import Store
 from mmldlm.diffusion.gaussian import LatentConfig
 from mmldlm.diffusion.masked import MaskedDiffusion, TextConfig
-from mmldlm.diffusion.noise import draw_noise, mode_weights
+from mmldlm.diffusion.noise import MODES, draw_noise, mode_weights
 from mmldlm.diffusion.noise_schedule import MAX_MODE_SCALE, TimeSampler
 from mmldlm.errors import ConfigError
 from mmldlm.loading.factory import build_objective
@@ -25,7 +24,6 @@ pytestmark = pytest.mark.quick
 U = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
 PAIRS = random_pairs((4,) * 100 + (9,) * 100)
 SIZE = len(PAIRS.lengths)
-LEVELS = torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64)
 
 
 def test_the_objective_counts_all_numbers_of_a_texts_latents(tiny_store: Path) -> None:
@@ -74,14 +72,18 @@ def test_times_of_many_numbers_are_moved_toward_noise(given: float | None, numbe
         assert torch.equal(t, before)
 
 
-@pytest.mark.parametrize("kind", ["uniform", "logit_normal", "mode"])
-def test_a_share_of_the_times_is_pure_noise(kind: Any) -> None:
-    """All others follow the distribution, as if there were no such share."""
-    config = LatentConfig(time_sampling=kind, time_shift=2.0, pure_noise=0.75)
-    t = config.sampler.times(U)
-    assert float((t == 1).float().mean()) == pytest.approx(0.75, abs=1e-4)
-    expected = replace(config, pure_noise=0.0).sampler.times(U)
-    torch.testing.assert_close(t[t < 1].quantile(LEVELS), expected.quantile(LEVELS), rtol=1e-3, atol=1e-3)
+def test_a_share_of_joint_is_pure_noise() -> None:
+    """The share is exact in each batch. Nothing else changes."""
+    weights = mode_weights({"l2t": 0.4, "t2l": 0.2, "joint": 0.4})
+    for step in range(3):
+        before, after = (
+            draw_noise(random_pairs((4,) * 100), 0, step, 100, weights, latent=LatentConfig(pure_noise=share).sampler)
+            for share in (0.0, 0.75)
+        )
+        is_joint, alone = before.mode == MODES.index("joint"), after.t_latent == 1
+        assert int(is_joint.sum()) == 40 and int(alone.sum()) == 30 and not (alone & ~is_joint).any()
+        assert torch.equal(after.t_latent[~alone], before.t_latent[~alone]) and not (before.t_latent == 1).any()
+        assert torch.equal(after.t_text, before.t_text) and torch.equal(after.uniforms, before.uniforms)
 
 
 @pytest.mark.parametrize("limit", [None, 3.0])
