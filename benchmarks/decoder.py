@@ -45,12 +45,13 @@ from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.loader import Loader, fixed_batches
 from mmldlm.data.store import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
+from mmldlm.diffusion.search import PROPOSED, search
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import fault_metrics, reencoding_metrics, reference_metrics
 from mmldlm.evaluation.likelihood import MAX_ORDERED_TOKENS, SHORT, confidence_nats, text_bound
 from mmldlm.evaluation.statistics import BITS, cosine, with_interval
-from mmldlm.loading.load import load_run
+from mmldlm.loading.load import SEARCH_ROUNDS, load_run
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
 from mmldlm.utils.files import write_atomically
 from mmldlm.utils.intervals import ratio_of_sums
@@ -60,6 +61,7 @@ VALIDATIONS, PATIENCE = 12, 3  # of a decoder's run, and how many without a new 
 BATCH = 64  # texts that are measured together
 NEAREST = "nearest of 5 beams"  # by the encoder, as ours is chosen among five lengths
 BEAMS = {"greedy": 1, "beam of 4": 4, NEAREST: 5}
+EDITED = f"{NEAREST}, edited"  # by the search that edits ours, with tokens that the decoder proposes
 EXACT, BOUND = "bits_per_token_with_length", "bound_of_bits_per_token_with_length"
 CURVES = {"decoder": ("decoder", EXACT), "mmldlm": ("mmldlm", EXACT), "mmldlm, upper bound": ("mmldlm", BOUND)}
 TEXT_ROWS = {
@@ -203,6 +205,24 @@ class Contest:
             tokens = [texts[place] for texts, place in zip(ranked, best, strict=True)]
             cpu_s = time.process_time() - started
             result[decoding] = self.texts(tokens, [text.tolist() for text in true], raw_latents, cpu_s)
+
+        def fit(texts: list[list[int]], numbers: Sequence[int]) -> torch.Tensor:
+            return torch.from_numpy(cosine(encoder.encode(tokenizer.decode_batch(texts)), raw_latents[list(numbers)]))
+
+        def propose(templates: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
+            return [
+                found
+                for part in torch.arange(len(templates)).split(BATCH)
+                for found in model.likely_tokens(
+                    latents[[numbers[row] for row in part]], [templates[row] for row in part], mask_id, PROPOSED
+                )
+            ]
+
+        manifest = self.store.manifest
+        mask_id, started = manifest.mask_id, time.process_time()
+        edited = search(tokens, SEARCH_ROUNDS, fit, propose, mask_id, manifest.max_length)
+        cpu_s += time.process_time() - started
+        result[EDITED] = self.texts(edited, [text.tolist() for text in true], raw_latents, cpu_s)
         return result
 
     def ours(self, seed: int, steps: int) -> Record:
@@ -292,7 +312,8 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
             seed = run["seed"]
             if "greedy" in run and (seed not in best or run["validation_bits"] < best[seed]["validation_bits"]):
                 best[seed] = run
-        columns = {decoding: [run | run.get(decoding, {}) for run in best.values()] for decoding in BEAMS}
+        decodings = [decoding for decoding in (*BEAMS, EDITED) if any(decoding in run for run in best.values())]
+        columns = {decoding: [run | run.get(decoding, {}) for run in best.values()] for decoding in decodings}
         columns[f"mmldlm, seeds: {len(ours)}"] = ours
         rows = []
         for title, metric in ROWS.items():

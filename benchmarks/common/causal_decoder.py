@@ -80,6 +80,16 @@ class CausalDecoder(nn.Module):
         return F.cross_entropy(logits, targets.flatten(), reduction="none").view_as(targets)
 
     @torch.no_grad()
+    def likely_tokens(
+        self, latents_BMC: Tensor, texts: Sequence[list[int]], mask_id: int, count: int
+    ) -> list[list[int]]:
+        """Return the likeliest tokens for the one [MASK] of each text, given the tokens before it."""
+        tokens_BL = pad_sequence([torch.tensor(text) for text in texts], batch_first=True, padding_value=self.end)
+        places = torch.tensor([text.index(mask_id) for text in texts])
+        logits_BV = self.text_logits(latents_BMC, tokens_BL)[torch.arange(len(texts)), places, : self.end]
+        return logits_BV.topk(count).indices.tolist()
+
+    @torch.no_grad()
     def generate(self, latents_BMC: Tensor, beams: int) -> list[list[list[int]]]:
         """Return for each latent K texts, those of the highest mean log-probability of tokens and end first.
 
