@@ -62,6 +62,7 @@ BATCH = 64  # texts that are measured together
 NEAREST = "nearest of 5 beams"  # by the encoder, as ours is chosen among five lengths
 BEAMS = {"greedy": 1, "beam of 4": 4, NEAREST: 5}
 EDITED = f"{NEAREST}, edited"  # by the search that edits ours, with tokens that the decoder proposes
+DECODINGS = (*BEAMS, EDITED)
 EXACT, BOUND = "bits_per_token_with_length", "bound_of_bits_per_token_with_length"
 CURVES = {"decoder": ("decoder", EXACT), "mmldlm": ("mmldlm", EXACT), "mmldlm, upper bound": ("mmldlm", BOUND)}
 TEXT_ROWS = {
@@ -312,7 +313,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
             seed = run["seed"]
             if "greedy" in run and (seed not in best or run["validation_bits"] < best[seed]["validation_bits"]):
                 best[seed] = run
-        decodings = [decoding for decoding in (*BEAMS, EDITED) if any(decoding in run for run in best.values())]
+        decodings = [decoding for decoding in DECODINGS if any(decoding in run for run in best.values())]
         columns = {decoding: [run | run.get(decoding, {}) for run in best.values()] for decoding in decodings}
         columns[f"mmldlm, seeds: {len(ours)}"] = ours
         rows = []

@@ -19,7 +19,7 @@ from benchmarks.__main__ import main
 from benchmarks.common.causal_decoder import CausalDecoder
 from benchmarks.common.report import RESULTS
 from benchmarks.common.store_writer import StoreWriter
-from benchmarks.decoder import BEAMS, BOUND, EXACT, Contest
+from benchmarks.decoder import BOUND, DECODINGS, EXACT, Contest
 from benchmarks.results_figure import draw_crossover
 from mmldlm.data.encoders import ChunkedEncoder, LsaEncoder
 from mmldlm.data.store import Store
@@ -85,7 +85,7 @@ def test_both_networks_are_measured_on_all_documents(out: Path) -> None:
     assert whole[BOUND] > whole[EXACT] and whole["cpu_ms_per_text"] > 0
     made = decoder.blocks({"corpora": {"small": corpus}})
     head, *rows = made["decoder-small"].splitlines()
-    assert head == f"| `small`, seeds: 1 | {' | '.join(BEAMS)} | mmldlm, seeds: 1 |"
+    assert head == f"| `small`, seeds: 1 | {' | '.join(DECODINGS)} | mmldlm, seeds: 1 |"
     assert not any("| - |" in row for row in rows), "no row lacks a value"
     assert made["decoder-small-reads"].count("\n") == 3
     assert draw_crossover(decoder.curves(corpus)).count("<circle") == 6
@@ -118,7 +118,12 @@ def test_a_decoder_reproduces_what_it_has_memorized(store: Store, tmp_path: Path
     bits = decoder.decoder_bits(model, store.split("test"))[EXACT]
     assert bits < 0.1 and bits == pytest.approx(min(curve.values()))
     for decoding, texts in contest.decoder_texts(model).items():
-        assert decoding in BEAMS and texts["exact_match"] == 1 and texts["reencoded_cosine"] > 0.999
+        assert decoding in DECODINGS and texts["exact_match"] == 1 and texts["reencoded_cosine"] > 0.999
+    _, (text, *_), latents = store.split("test").samples(np.arange(1))
+    mask_id, given = store.manifest.mask_id, torch.from_numpy(store.standardize(latents))
+    for place, token in enumerate(text.tolist()):  # a search asks for the token of each place
+        template = [*text[:place].tolist(), mask_id, *text[place + 1 :].tolist()]
+        assert model.likely_tokens(given, [template], mask_id, 3)[0][0] == token
 
 
 @quick
@@ -133,18 +138,18 @@ def test_a_decoder_that_gets_no_better_stops_with_its_best_weights(tmp_path: Pat
 
 @quick
 def test_the_table_has_the_run_that_validation_prefers(tmp_path: Path) -> None:
-    texts = dict.fromkeys(decoder.TEXT_ROWS.values(), 0.5)
+    texts, decoded = dict.fromkeys(decoder.TEXT_ROWS.values(), 0.5), dict.fromkeys(DECODINGS)
     runs = [
         {"seed": 0, "steps": steps, "reads": steps / 10, "validation_bits": bits, EXACT: bits, **beams}
-        for steps, bits, beams in ((20, 2.0, BEAMS), (10, 1.0, BEAMS), (40, 0.5, {}))
+        for steps, bits, beams in ((20, 2.0, decoded), (10, 1.0, decoded), (40, 0.5, {}))
     ]
-    shown: list[dict[str, Any]] = [{**run, **{name: texts for name in BEAMS if name in run}} for run in runs]
+    shown: list[dict[str, Any]] = [{**run, **{name: texts for name in DECODINGS if name in run}} for run in runs]
     table = decoder.blocks({"corpora": {"simple-docs": {"decoder": shown, "mmldlm": []}}})["decoder-simple-docs"]
     gate = json.loads((RESULTS / "learning.json").read_text(encoding="utf-8"))["corpora"]["simple-docs"]["seeds"]
     exact = sorted(seed["metrics"]["l2t"]["exact_match"] for seed in gate)
     rows = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in table.splitlines()}
-    assert rows["reads of the corpus"][:3] == ["1"] * 3, "20 steps are worse, and no texts of 40 were measured"
-    assert rows["exact matches"] == ["0.5"] * 3 + [f"{exact[1]:.3g} ({exact[0]:.3g} to {exact[-1]:.3g}) |"]
+    assert rows["reads of the corpus"][:4] == ["1"] * 4, "20 steps are worse, and no texts of 40 were measured"
+    assert rows["exact matches"] == ["0.5"] * 4 + [f"{exact[1]:.3g} ({exact[0]:.3g} to {exact[-1]:.3g}) |"]
 
 
 @quick
