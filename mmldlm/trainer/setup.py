@@ -25,6 +25,7 @@ from mmldlm.distributed.exit_files import clear_exit_files
 from mmldlm.distributed.flight_recorder import set_trace_folder
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launch import DDP, FSDP2, LauncherEnv
+from mmldlm.distributed.notify import check_notify
 from mmldlm.distributed.optimizers import build_optimizer, check_device
 from mmldlm.errors import ConfigError
 from mmldlm.evaluation.validate import validation_ids
@@ -57,12 +58,15 @@ def requested_features(config: RunConfig) -> list[str]:
 def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> None:
     """Check that this launch can run the settings, before anything is created.
 
-    Raise `ConfigError` if a setting does not fit engine, device or number of ranks, or if a tracker is not installed.
+    Raise `ConfigError` if a setting does not fit engine, device, number of ranks or environment, or if a tracker is not
+    installed.
     """
     config = resolve_precision(config, launch.mixed_precision)
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {short_repr(config.resume)}")
     check_trackers(config.log.trackers)
+    if not launch.rank:  # which alone notifies
+        check_notify(config.log.notify)
     config.train.check_batches(launch.world_size)
     for feature in requested_features(config):
         check_supported(feature, launch.engine)
