@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,8 @@ class CorruptedBatch(Batch):
 
     def __reduce__(self) -> Any:
         # One buffer, because each tensor that a worker sends takes a file descriptor. The device's part is first.
-        own = {f"batch.{name}": getattr(self, name) for name in ("tokens", "latents", "slots")}
+        names = ("tokens", "latents", "slots", "weights")
+        own = {f"batch.{name}": x for name in names if (x := getattr(self, name)) is not None}
         on_host = {name: getattr(self.noised, name) for name in ON_HOST}
         packed = PackedTensors.pack({**self.noised.tensors(), **on_host, **own})
         return _received, (packed, self.lengths, self.noised.layout.lengths, self.steps_done)
@@ -39,11 +40,17 @@ class CorruptedBatch(Batch):
 
 def _received(packed: PackedTensors, lengths: tuple[int, ...], filled: tuple[int, ...], steps_done: int) -> Batch:
     """Rebuild a micro-batch that a worker has sent."""
-    *_, counts, sample_ids, tokens, latents, slots = packed.tensors().values()
-    for_device = PackedTensors(packed.buffer[: packed.places["counts"].start], dict([*packed.places.items()][:-5]))
+    tensors, names = packed.tensors(), [*packed.places]
+    counts, sample_ids = (tensors[name] for name in ON_HOST)
+    tokens, latents, slots = (tensors[f"batch.{name}"] for name in ("tokens", "latents", "slots"))
+    of_device = names[: names.index(ON_HOST[0])]
+    for_device = PackedTensors(
+        packed.buffer[: packed.places[ON_HOST[0]].start], {name: packed.places[name] for name in of_device}
+    )
     layout = PackedLayout(filled, latents.shape[1], num_filler=len(filled) - len(lengths))
     noised = NoisedBatch.from_packed(for_device, layout, counts, sample_ids)
-    return CorruptedBatch(tokens, latents, lengths, sample_ids, slots, steps_done, noised)
+    weights = tensors.get("batch.weights")
+    return CorruptedBatch(tokens, latents, lengths, sample_ids, slots, steps_done, noised, weights=weights)
 
 
 @dataclass(frozen=True)
@@ -119,7 +126,7 @@ class Corruption:
         """Return the micro-batches of a step together with their noised form, for `Loader`."""
         return [
             CorruptedBatch(
-                batch.tokens, batch.latents, batch.lengths, batch.sample_ids, batch.slots, steps_done, noised
+                **{item.name: getattr(batch, item.name) for item in fields(Batch)}, steps_done=steps_done, noised=noised
             )
             for batch, noised in zip(micro_batches, self(steps_done, micro_batches), strict=True)
         ]
