@@ -91,15 +91,14 @@ def generate_best(
         for owner, length in zip(owners.tolist(), each_length[rows].tolist(), strict=True)
     ]
     made = sampler.generate("l2t", streams, latents[owners.to(latents.device)], start)
-    if per_latent > 1:
-        scores = made.log_p
-        if fit is not None:
-            judges = latents if request.judged_by is None else request.judged_by
-            fitted = fit(made.split(), judges[owners.to(latents.device)])
-            known = fitted.isfinite()
-            judged = owners[known].bincount(minlength=len(latents)) > 0
-            scores = torch.where(judged[owners], fitted.masked_fill(~known, -torch.inf), scores)
-        made = _best(made, owners, scores.masked_fill(unlikely[rows], -torch.inf), count)
+    scores = made.log_p
+    if fit is not None and per_latent > 1:
+        judges = latents if request.judged_by is None else request.judged_by
+        fitted = fit(made.split(), judges[owners.to(latents.device)])
+        known = fitted.isfinite()
+        judged = owners[known].bincount(minlength=len(latents)) > 0
+        scores = torch.where(judged[owners], fitted.masked_fill(~known, -torch.inf), scores)
+    made = _best(made, owners, scores.masked_fill(unlikely[rows], -torch.inf), count)  # also back in order
     budget = (config.search or 0) - per_latent
     if fit is None or count > 1 or lengths is not None or budget <= 0:
         return made

@@ -130,6 +130,13 @@ def test_several_texts_are_drawn_and_differ() -> None:
     assert fixed.lengths == (3, 3, 4, 4, 5, 5)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_texts_have_the_order_of_their_latents(count: int) -> None:
+    made = best(SamplingConfig(), lengths=[7, 3, 5], count=count)
+    assert made.lengths == tuple(length for length in (7, 3, 5) for _ in range(count))
+    assert torch.equal(made.latents, LATENTS.repeat_interleave(count, 0))
+
+
 def test_log_p_is_that_of_the_tokens() -> None:
     made = best(SamplingConfig(temperature=1.0, tried_lengths=1))
     log_p = random_logits().double().log_softmax(0)
