@@ -166,6 +166,11 @@ class ValidationConfig:
         advice="They are for monitoring only, so they take at most 8 reverse steps, or one for every four tokens of "
         "the longest text",
     )
+    prompts: str = setting(
+        "",
+        "file of texts, as for `mmldlm sample --texts`: at each validation, TensorBoard gets a text generated from the "
+        "latent of each (l2t); empty: none",
+    )
     quality_every: int = setting(
         0,
         "optimizer steps between evaluations of generated samples, which are `quality/` in the curves; 0: none",
@@ -319,6 +324,11 @@ class RunConfig:
         trained = self.trained_modes
         if self.sampling.guidance != 1 and "joint" not in trained:
             raise ValueError(f"sampling.guidance: {self.sampling.guidance} needs {GUIDANCE_NEEDS}")
+        if self.validation.prompts and ("l2t" not in trained or not self.log.tensorboard):
+            raise ValueError(
+                f"validation.prompts: expected l2t among the trained modes and log.tensorboard: true, found "
+                f"{', '.join(trained)} and {str(self.log.tensorboard).lower()}"
+            )
         # The losses that the run trains, each with the reason for the message of `check_trainable`.
         losses: dict[Loss, str] = {"text": "trained by l2t and joint"} if trained != ("t2l",) else {}
         if trained != ("l2t",) and self.loss.latent_weight:
@@ -462,9 +472,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     given = config.init.from_, config.init.embeddings
     source, embeddings = (path and _absolute(path) for path in given)
     init = replace(config.init, from_=source, embeddings=embeddings)
+    validation = replace(config.validation, prompts=_absolute(config.validation.prompts))
     mirror = config.checkpoint.mirror
     checkpoint = replace(config.checkpoint, mirror=mirror if "://" in mirror else _absolute(mirror))
-    return replace(config, run=run, data=data, init=init, checkpoint=checkpoint, resume=resume)
+    return replace(config, run=run, data=data, init=init, validation=validation, checkpoint=checkpoint, resume=resume)
 
 
 def _absolute(path: str) -> str:

@@ -28,6 +28,7 @@ from mmldlm.distributed.launch import DDP, FSDP2, LauncherEnv
 from mmldlm.distributed.notify import check_notify
 from mmldlm.distributed.optimizers import build_optimizer, check_device
 from mmldlm.errors import ConfigError
+from mmldlm.evaluation.prompts import Prompts, read_prompts
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.loading.factory import build_corruption, build_meta_model, build_objective, set_matmul_precision
 from mmldlm.model.compile import compile_regions
@@ -137,6 +138,7 @@ class Components:
     tokenizer: Tokenizer
     skipped_samples: list[str]  # location and problem of each sample
     validation_ids: list[int]
+    prompts: Prompts | None
     model: MMDiT  # on the meta device
     initial_weights: InitialWeights
     compiled: str  # which parts are compiled, and why this differs from the settings
@@ -162,6 +164,8 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         store = open_data(config.data.location)
     store, skipped = verify(store, config.data.verify == "full", config.data.max_bad_samples, engine)
     validation, device_type = store.split("validation"), engine.device.type
+    with engine.raise_on_all_ranks("reading of validation.prompts"):
+        prompts = read_prompts(config, store)
     objective = build_objective(config, store.manifest)
     model = build_meta_model(config, store.manifest, device_type)
     model.shards_blocks = engine.name in WEIGHT_SHARDING_ENGINES
@@ -181,6 +185,7 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         tokenizer=Tokenizer.load(store.path / "tokenizer"),
         skipped_samples=skipped,
         validation_ids=validation_ids(validation, config.validation.samples),
+        prompts=prompts,
         model=model,
         initial_weights=model.initial_weights(config.run.weights_seed),
         compiled=compiled,

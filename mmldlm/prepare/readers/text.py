@@ -9,10 +9,22 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from mmldlm.prepare.documents import Columns, Document, DocumentStream, Format, Part, Problem, ProblemKind, to_weight
-from mmldlm.prepare.readers.files import is_compressed, open_text
+from mmldlm.errors import DataError
+from mmldlm.prepare.documents import (
+    TEXT_FORMATS,
+    Columns,
+    Document,
+    DocumentStream,
+    Format,
+    Part,
+    Problem,
+    ProblemKind,
+    to_weight,
+)
+from mmldlm.prepare.readers.files import is_compressed, open_text, suffix_format
 from mmldlm.utils.short_repr import short_repr
 
 _Lines: TypeAlias = Iterable[tuple[int, bytes]]  # line number and line
@@ -102,6 +114,27 @@ def read_text(
             else:
                 prefix = values.pop("prefix", "").strip()
                 yield Document(source=part.path, line=line, prefix=prefix, **values)
+
+
+def read_texts(path: Path, with_prefix: bool) -> list[Document | Problem]:
+    """Read a file of texts: a text per line, or JSON objects with `text` and optionally `id` and `prefix` (.jsonl).
+
+    Raises:
+        DataError: The file is empty or cannot be read.
+    """
+    format = suffix_format(str(path))
+    if format not in TEXT_FORMATS:
+        raise DataError(
+            f"{path}: expected a text per line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'"
+        )
+    parts, columns = (
+        text_parts(str(path), sys.maxsize, format),
+        Columns(key="id", prefix="prefix" if with_prefix else None),
+    )
+    items = [item for part in parts for item in read_text(part, "text", format, columns, True)]
+    if not items:
+        raise DataError(f"{path}: expected a text per line, found an empty file")
+    return items
 
 
 def _lines(file: BinaryIO, part: Part) -> _Lines:
