@@ -40,17 +40,14 @@ class CorruptedBatch(Batch):
 
 def _received(packed: PackedTensors, lengths: tuple[int, ...], filled: tuple[int, ...], steps_done: int) -> Batch:
     """Rebuild a micro-batch that a worker has sent."""
-    tensors, names = packed.tensors(), [*packed.places]
-    counts, sample_ids = (tensors[name] for name in ON_HOST)
-    tokens, latents, slots = (tensors[f"batch.{name}"] for name in ("tokens", "latents", "slots"))
-    of_device = names[: names.index(ON_HOST[0])]
-    for_device = PackedTensors(
-        packed.buffer[: packed.places[ON_HOST[0]].start], {name: packed.places[name] for name in of_device}
-    )
-    layout = PackedLayout(filled, latents.shape[1], num_filler=len(filled) - len(lengths))
-    noised = NoisedBatch.from_packed(for_device, layout, counts, sample_ids)
-    weights = tensors.get("batch.weights")
-    return CorruptedBatch(tokens, latents, lengths, sample_ids, slots, steps_done, noised, weights=weights)
+    tensors, stop = packed.tensors(), packed.places["counts"].start
+    own: Any = {name[len("batch.") :]: x for name, x in tensors.items() if name.startswith("batch.")}
+    own |= {"lengths": lengths, "sample_ids": tensors["sample_ids"], "steps_done": steps_done}
+    places = {name: place for name, place in packed.places.items() if place.start < stop}
+    layout = PackedLayout(filled, own["latents"].shape[1], num_filler=len(filled) - len(lengths))
+    on_device = PackedTensors(packed.buffer[:stop], places)
+    noised = NoisedBatch.from_packed(on_device, layout, tensors["counts"], tensors["sample_ids"])
+    return CorruptedBatch(**own, noised=noised)
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def check_gpus(processes: int) -> Finding:
 
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver, or None if nvidia-smi finds none."""
-    return next((version for (version,) in _query_gpus("driver_version")), None) or None
+    return next((row[0] for row in _query_gpus("driver_version")), None) or None
 
 
 def _query_gpus(*fields: str) -> list[list[str]]:
@@ -132,8 +132,8 @@ def check_gpu_health() -> list[Finding]:
     rows = _query_gpus("index", *_HEALTH)
     faults = [
         f"GPU {index}: {field.rpartition('reasons.')[2]} {value}"
-        for index, *values in rows
-        for field, value in zip(_HEALTH, values, strict=True)
+        for index, *values in rows  # or a message about a GPU that does not answer
+        for field, value in (zip(_HEALTH, values, strict=False) if values else [("does not", "answer")])
         if value not in _HEALTHY
     ]
     name, remedy = "GPU health", "reset or replace the GPU after memory errors; cool it or raise its power limit"

@@ -253,6 +253,8 @@ def test_what_nvidia_smi_says_about_a_gpu(tmp_path: Path, monkeypatch: pytest.Mo
             "GPU 1: hw_thermal_slowdown Active",
         )
     ]
+    lost = "Unable to determine the device handle for GPU0: Unknown Error"
+    assert says(good, lost)[0] == ("warn", f"GPU {lost}: does not answer")
     assert says("Field is not a valid field to query.", code=2) == []
     program.unlink()
     assert check_gpu_health()[0].name == "GPU product"

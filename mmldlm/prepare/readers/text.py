@@ -127,11 +127,8 @@ def read_texts(path: Path, with_prefix: bool) -> list[Document | Problem]:
         raise DataError(
             f"{path}: expected a text per line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'"
         )
-    parts, columns = (
-        text_parts(str(path), sys.maxsize, format),
-        Columns(key="id", prefix="prefix" if with_prefix else None),
-    )
-    items = [item for part in parts for item in read_text(part, "text", format, columns, True)]
+    (part,) = text_parts(str(path), sys.maxsize, format) or [Part(str(path), 0, 0)]
+    items = [*read_text(part, "text", format, Columns(key="id", prefix="prefix" if with_prefix else None), True)]
     if not items:
         raise DataError(f"{path}: expected a text per line, found an empty file")
     return items
@@ -284,12 +281,9 @@ def _row_weight(row: Any, field: str) -> float | _Fault:
     value = None
     with suppress(KeyError):
         value = _value(row, field) if isinstance(row, dict) else None
-    weight = to_weight(value)
-    return (
-        ("invalid", f"field {field!r} is {short_repr(value)}, expected a weight of at least 0")
-        if weight is None
-        else weight
-    )
+    if (weight := to_weight(value)) is None:
+        return "invalid", f"field {field!r} is {short_repr(value)}, expected a weight of at least 0"
+    return weight
 
 
 def _row_id(row: Any, field: str) -> str | _Fault:
