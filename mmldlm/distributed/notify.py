@@ -60,10 +60,10 @@ class Notifier:
         target = _target(self._setting) if self._setting else ""
         if not target or self._thread is not None:
             return
-        event, text = EVENTS.get(code, "failed"), f"exit code {code}: {cause}" if code else cause
+        event, detail = EVENTS.get(code, "failed"), f": exit code {code}: {cause}" if code else ""
         if self.overfitting and not code:
-            event, text = "overfitted", self.overfitting
-        text = f"{self._run} {event} after step {step:,}: {text}"
+            event, detail = "overfitted", f": {self.overfitting}"
+        text = f"{self._run} {event} after step {step:,}{detail}"
         values = {"run": self._run, "run_id": self.run_id, "event": event, "step": step, "code": code, "text": text}
         self._thread = Thread(target=self._send, args=(target, values), name="notification", daemon=True)
         self._thread.start()

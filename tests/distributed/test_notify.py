@@ -78,7 +78,7 @@ def inbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[
 @pytest.mark.parametrize(
     ("settings", "event", "code", "says"),
     [
-        ([], "finished", 0, "run finished after step 8: finished"),
+        ([], "finished", 0, "run finished after step 8"),
         (["--stop-at", "4"], "stopped", 75, "--stop-at 4"),
         (DIVERGES, "diverged", 70, "is not finite"),
         (OVERFITS, "overfitted", 0, "overfitting: validation/text is "),

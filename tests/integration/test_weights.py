@@ -231,6 +231,8 @@ def test_validations_are_not_weighted(stores: dict[str, Path], tmp_path: Path) -
     frozen = ("optim.lr=1e-30", "validation.every=3", "train.steps=3", "optim.weight_decay=0")
     found = [record_list(curve(stores[name], tmp_path / name, *frozen), "validation") for name in ("weighted", "none")]
     losses = [{key: value for key, value in run[0].items() if key.startswith("validation/")} for run in found]
+    reports = [json.loads((tmp_path / name / "run/startup.json").read_text()) for name in ("weighted", "none")]
+    assert ["samples have weights" in str(report["notices"]) for report in reports] == [True, False]
     assert losses[0] == losses[1] and len(losses[0]) > 5
     split = Store.open(stores["weighted"]).split("validation")
     assert split.weights(np.arange(9)) is not None
