@@ -6,7 +6,7 @@ Shape letters: B samples, N tokens of the unpadded micro-batch, M latent tokens 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
@@ -168,6 +168,7 @@ class Batch:
         lengths: Tokens of each of the B samples.
         sample_ids: int64 [B] on the host, index of each sample in the store's split.
         slots: int64 [B] on the host, place of each sample in the global batch, which keys its noise.
+        weights: float32 [B], weights of the samples' losses, or None if all are 1.
     """
 
     tokens: Tensor
@@ -175,6 +176,7 @@ class Batch:
     lengths: tuple[int, ...]
     sample_ids: Tensor
     slots: Tensor
+    weights: Tensor | None = field(default=None, kw_only=True)
 
     @cached_property
     def layout(self) -> PackedLayout:

@@ -5,6 +5,7 @@ Only the functions that read and write files import pydantic and YAML, since loa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -123,6 +124,20 @@ class LogConfig:
         at_least=0,
     )
     figure_samples: int = setting(32, "held-out samples for each figure", at_least=2, at_most=4096)
+    notify: str = setting(
+        "",
+        "env:NAME, where the environment variable NAME begins with MMLDLM_NOTIFY and has a URL or a command that gets "
+        "a small JSON when the run ends: finished, overfitted, stopped, failed, diverged, peer_lost or interrupted; "
+        "empty: none",
+        advice="The URL of a webhook is a secret, and so it is not in the config, of which every run has copies",
+    )
+
+    def __post_init__(self) -> None:
+        if self.notify and not re.fullmatch(r"env:MMLDLM_NOTIFY[A-Z0-9_]*", self.notify):
+            raise ValueError(
+                "notify: expected env:NAME, where the environment variable NAME begins with MMLDLM_NOTIFY and has the "
+                "URL or command, found something else (not shown, because a URL may be a secret)"
+            )
 
 
 @dataclass(frozen=True)
@@ -150,6 +165,11 @@ class ValidationConfig:
         at_least=0,
         advice="They are for monitoring only, so they take at most 8 reverse steps, or one for every four tokens of "
         "the longest text",
+    )
+    prompts: str = setting(
+        "",
+        "file of texts, as for `mmldlm sample --texts`: at each validation, TensorBoard gets a text generated from the "
+        "latent of each (l2t); empty: none",
     )
     quality_every: int = setting(
         0,
@@ -304,6 +324,11 @@ class RunConfig:
         trained = self.trained_modes
         if self.sampling.guidance != 1 and "joint" not in trained:
             raise ValueError(f"sampling.guidance: {self.sampling.guidance} needs {GUIDANCE_NEEDS}")
+        if self.validation.prompts and ("l2t" not in trained or not self.log.tensorboard):
+            raise ValueError(
+                f"validation.prompts: expected l2t among the trained modes and log.tensorboard: true, found "
+                f"{', '.join(trained)} and {str(self.log.tensorboard).lower()}"
+            )
         # The losses that the run trains, each with the reason for the message of `check_trainable`.
         losses: dict[Loss, str] = {"text": "trained by l2t and joint"} if trained != ("t2l",) else {}
         if trained != ("l2t",) and self.loss.latent_weight:
@@ -447,9 +472,10 @@ def with_absolute_paths(config: RunConfig) -> RunConfig:
     given = config.init.from_, config.init.embeddings
     source, embeddings = (path and _absolute(path) for path in given)
     init = replace(config.init, from_=source, embeddings=embeddings)
+    validation = replace(config.validation, prompts=_absolute(config.validation.prompts))
     mirror = config.checkpoint.mirror
     checkpoint = replace(config.checkpoint, mirror=mirror if "://" in mirror else _absolute(mirror))
-    return replace(config, run=run, data=data, init=init, checkpoint=checkpoint, resume=resume)
+    return replace(config, run=run, data=data, init=init, validation=validation, checkpoint=checkpoint, resume=resume)
 
 
 def _absolute(path: str) -> str:

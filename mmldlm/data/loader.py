@@ -169,7 +169,7 @@ class Loader:
         """Read some slots of the step at `position` in micro-batches, without corruption."""
         samples, _ = self._dataset.take(position, size.global_batch_size)
         parts = np.array_split(slots, -(-len(slots) // size.micro_batch_size))
-        return [collate(self._dataset.split, samples[part], part) for part in parts]
+        return [collate(self._dataset.split, samples[part], part, weighted=True) for part in parts]
 
     def micro_batch_tokens(self, position: int, size: BatchSize) -> np.ndarray:
         """Return the text and latent tokens of all ranks' micro-batches of a step, int64 [world_size, micro-batches].
@@ -217,15 +217,20 @@ def fixed_batches(split: Split, indices: Sequence[int] | np.ndarray, micro_batch
         yield collate(split, samples[slots], slots)
 
 
-def collate(split: Split, samples: np.ndarray, slots: np.ndarray) -> Batch:
-    """Read the samples with indices `samples`, int64 [B], into a micro-batch with standardized latents."""
+def collate(split: Split, samples: np.ndarray, slots: np.ndarray, weighted: bool = False) -> Batch:
+    """Read the samples with indices `samples`, int64 [B], into a micro-batch with standardized latents.
+
+    Only training is `weighted`, if samples have weights.
+    """
     tokens, lengths, latents = split.gather(samples)
+    weights = split.weights(samples) if weighted else None
     return Batch(
         tokens=torch.from_numpy(tokens),
         latents=torch.from_numpy(split.manifest.latent.standardize(latents)),
         lengths=tuple(lengths.tolist()),
         sample_ids=torch.from_numpy(samples),
         slots=torch.from_numpy(slots),
+        weights=None if weights is None else torch.from_numpy(weights),
     )
 
 
@@ -279,7 +284,7 @@ class _StepDataset(Dataset):
             samples, lengths = self.take(position, size.global_batch_size)
             micro_batches = deal(lengths, size, self.world_size, self.latent_tokens)
             slots_of_rank = [np.ascontiguousarray(slots[:, rank]) for slots in micro_batches]
-            return [collate(self.split, samples[slots], slots) for slots in slots_of_rank]
+            return [collate(self.split, samples[slots], slots, weighted=True) for slots in slots_of_rank]
         except OSError as error:
             raise DataError(f"{error.filename or 'the data'}: cannot be read: {error}") from None
 

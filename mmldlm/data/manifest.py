@@ -20,7 +20,7 @@ from mmldlm.utils.short_repr import short_repr
 
 FORMAT = 1
 SPLITS = ("train", "validation", "test")
-KINDS = frozenset({"tokens", "offsets", "latents", "characters"})  # of arrays of a shard
+KINDS = frozenset({"tokens", "offsets", "latents", "characters"})  # of arrays of a shard, besides "weights"
 MANIFEST_NAME = "manifest.json"
 CHECKSUM_NAME = "manifest.sha256"  # in the format of sha256sum
 
@@ -101,6 +101,11 @@ class Manifest:
         return "prefixes" in self.tokenizer
 
     @property
+    def mean_weight(self) -> float | None:
+        """The mean weight of the training samples (see `prepare --weight-field`), or None if they have none."""
+        return self.grouping.get("mean_weight")
+
+    @property
     def compared(self) -> slice:
         """The latent tokens that compare texts: with a teacher of learned latents only the last one."""
         return slice(-1 if "teacher" in self.encoder else 0, None)
@@ -166,6 +171,7 @@ class Manifest:
                 value, expected = getattr(part, field.name), str(field.type)
                 if type(value).__name__ != expected.partition("[")[0] or (type(value) is int and value < 0):
                     raise ValueError(f"{field.name} is {short_repr(value)}, expected {expected}, not below 0")
+        kinds = KINDS if self.mean_weight is None else KINDS | {"weights"}
         sums = [np.sum([(shard.samples, shard.tokens) for shard in split.shards], 0).tolist() for split in splits]
         scale = np.array([latent.rms, latent.max_norm, *np.square(latent.mean)])
         tokenizer = files.get("tokenizer/tokenizer.json")  # absent in the description of a store
@@ -177,7 +183,8 @@ class Manifest:
             "splits": tuple(self.splits) in ((), SPLITS) and sums == [[part.samples, part.tokens] for part in splits],
             "files": len(files) == len([*self.all_files()])
             and not any(name.startswith("/") or ".." in name.split("/") for name in files)
-            and all({suffix.removesuffix(".npy") for suffix in shard.files} == KINDS for shard in shards),
+            and all({suffix.removesuffix(".npy") for suffix in shard.files} == kinds for shard in shards),
+            "grouping": self.mean_weight is None or 0 < self.mean_weight < np.inf,
             "encoder": isinstance(self.encoder.get("name"), str),
             "tokenizer": tokenizer is None or self.tokenizer["sha256"] == tokenizer.sha256,
         }.items():

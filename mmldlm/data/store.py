@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.manifest import KINDS, MANIFEST_NAME, LatentInfo, Manifest, ShardInfo
+from mmldlm.data.manifest import MANIFEST_NAME, LatentInfo, Manifest, ShardInfo
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.utils.files import FileInfo
 from mmldlm.utils.short_repr import short_repr
@@ -67,8 +67,13 @@ class Shard:
         """Characters of each sample's text, int32 [samples]."""
         return self._map("characters", "int32", (self.info.samples,))
 
+    @cached_property
+    def weights(self) -> np.ndarray:
+        """Weights of all samples as given, float32 [samples], if the store has any."""
+        return self._map("weights", "float32", (self.info.samples,))
+
     def path(self, kind: str) -> Path:
-        """Return the path of the file of an array, one of `KINDS`."""
+        """Return the path of the file of an array."""
         return self.folder / f"{self.info.name}.{kind}.npy"
 
     def lengths(self, rows: np.ndarray | None = None) -> np.ndarray:
@@ -281,6 +286,21 @@ class Split:
             raise DataError(self.nonfinite_message(index))
         return tokens, lengths, latents
 
+    def weights(self, indices: np.ndarray) -> np.ndarray | None:
+        """Return the weights of samples `indices` [n] in training, or None if no source has any.
+
+        They are float32 [n], divided by their mean over the source's training samples.
+        """
+        means = [source.manifest.mean_weight for source in self.sources]
+        if not any(means):
+            return None
+        shard_of, weights = self.shard_of(indices), np.ones(len(indices), np.float32)
+        places = zip(shard_of.tolist(), (indices - self.shard_starts[shard_of]).tolist(), strict=True)
+        for sample, ((shard, row), source) in enumerate(zip(places, self.source_of(indices).tolist(), strict=True)):
+            if mean := means[source]:
+                weights[sample] = self.shards[shard].weights[row] / mean
+        return weights
+
     def samples(self, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
         """Return prefixes (each with the token that ends it), texts, and latents of `indices` [n]. See `gather`."""
         tokens, lengths, latents = self.gather(indices)
@@ -361,8 +381,8 @@ class Store:
         except OSError as error:
             raise DataError(f"{error.filename or path}: cannot be read: {error.strerror}") from None
         for split in store._splits.values():
-            for kind in sorted(KINDS):
-                getattr(split.shards[0], kind)  # a defect that all shards share shows up now
+            for suffix in sorted(split.shards[0].info.files):
+                getattr(split.shards[0], suffix.removesuffix(".npy"))  # a defect that all shards share shows up now
         return store
 
     def __reduce__(self) -> tuple[Any, ...]:

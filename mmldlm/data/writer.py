@@ -128,8 +128,9 @@ class ShardWriter:
         token_dtype: np.dtype,
         latent_dtype: np.dtype,
         shard_samples: int,
+        has_weights: bool = False,
     ):
-        self.folder, self.shard_samples = folder, shard_samples
+        self.folder, self.shard_samples, self.has_weights = folder, shard_samples, has_weights
         self.latent_shape, self.token_dtype, self.latent_dtype = latent_shape, token_dtype, latent_dtype
         self._contents = Contents(
             {split: [] for split in SPLITS}, dict.fromkeys(SPLITS, 0), np.zeros(vocab_size, np.int64),
@@ -145,8 +146,17 @@ class ShardWriter:
             for array in arrays.values():
                 array.file.close()
 
-    def add(self, split: str, tokens: Sequence[np.ndarray], latents: np.ndarray, characters: Sequence[int]) -> None:
+    def add(
+        self,
+        split: str,
+        tokens: Sequence[np.ndarray],
+        latents: np.ndarray,
+        characters: Sequence[int],
+        weights: Sequence[float] = (),
+    ) -> None:
         """Append n samples to a split: token ids (at least one each), and latents [n, M, C] on the encoder's scale.
+
+        Weights are only written if the store has them.
 
         It is a `DataError` if a latent is not finite in the type that we store.
         """
@@ -167,6 +177,8 @@ class ShardWriter:
             arrays["tokens"].append(np.concatenate(tokens[part]))
             arrays["latents"].append(stored[part])
             arrays["characters"].append(np.asarray(characters[part]))
+            if self.has_weights:
+                arrays["weights"].append(np.asarray(weights[part]))
             start += len(ends)
             if arrays["characters"].num_rows == self.shard_samples:
                 self._finish_shard(split)
@@ -185,6 +197,8 @@ class ShardWriter:
             "latents": _GrowingArray(Path(f"{prefix}.latents.npy"), self.latent_dtype, self.latent_shape),
             "characters": _GrowingArray(Path(f"{prefix}.characters.npy"), np.dtype(np.int32)),
         }
+        if self.has_weights:
+            arrays["weights"] = _GrowingArray(Path(f"{prefix}.weights.npy"), np.dtype(np.float32))
         arrays["offsets"].append(np.zeros(1))  # `add` appends the end of each sample, so there are samples + 1
         return arrays
 
@@ -291,6 +305,13 @@ def write_manifest(
         if name not in hashed and path.suffix != ".tmp":
             fsync(path)
             files[name] = file_info(path)
+    train = contents.shards["train"]
+    if "weights.npy" in train[0].files:
+        blocks = (block for shard in train for block in _row_blocks(folder, shard, "weights"))
+        mean_weight = float(sum(block.sum(dtype=np.float64) for block in blocks) / contents.samples("train"))
+        if not mean_weight > 0:
+            raise DataError("all weights of the training split are 0; expected some above 0")
+        provenance = provenance | {"grouping": provenance["grouping"] | {"mean_weight": mean_weight}}
     prefixes = {"prefixes": True} if contents.token_counts[tokenizer.pad_id] else {}
     top, counts = int(contents.token_counts.argmax()), contents.token_counts
     is_top = next(_row_blocks(folder, contents.shards["train"][0], "tokens")) == top

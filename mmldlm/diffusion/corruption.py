@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +31,8 @@ class CorruptedBatch(Batch):
 
     def __reduce__(self) -> Any:
         # One buffer, because each tensor that a worker sends takes a file descriptor. The device's part is first.
-        own = {f"batch.{name}": getattr(self, name) for name in ("tokens", "latents", "slots")}
+        names = ("tokens", "latents", "slots", "weights")
+        own = {f"batch.{name}": x for name in names if (x := getattr(self, name)) is not None}
         on_host = {name: getattr(self.noised, name) for name in ON_HOST}
         packed = PackedTensors.pack({**self.noised.tensors(), **on_host, **own})
         return _received, (packed, self.lengths, self.noised.layout.lengths, self.steps_done)
@@ -39,11 +40,14 @@ class CorruptedBatch(Batch):
 
 def _received(packed: PackedTensors, lengths: tuple[int, ...], filled: tuple[int, ...], steps_done: int) -> Batch:
     """Rebuild a micro-batch that a worker has sent."""
-    *_, counts, sample_ids, tokens, latents, slots = packed.tensors().values()
-    for_device = PackedTensors(packed.buffer[: packed.places["counts"].start], dict([*packed.places.items()][:-5]))
-    layout = PackedLayout(filled, latents.shape[1], num_filler=len(filled) - len(lengths))
-    noised = NoisedBatch.from_packed(for_device, layout, counts, sample_ids)
-    return CorruptedBatch(tokens, latents, lengths, sample_ids, slots, steps_done, noised)
+    tensors, stop = packed.tensors(), packed.places["counts"].start
+    own: Any = {name[len("batch.") :]: x for name, x in tensors.items() if name.startswith("batch.")}
+    own |= {"lengths": lengths, "sample_ids": tensors["sample_ids"], "steps_done": steps_done}
+    places = {name: place for name, place in packed.places.items() if place.start < stop}
+    layout = PackedLayout(filled, own["latents"].shape[1], num_filler=len(filled) - len(lengths))
+    on_device = PackedTensors(packed.buffer[:stop], places)
+    noised = NoisedBatch.from_packed(on_device, layout, tensors["counts"], tensors["sample_ids"])
+    return CorruptedBatch(**own, noised=noised)
 
 
 @dataclass(frozen=True)
@@ -119,7 +123,7 @@ class Corruption:
         """Return the micro-batches of a step together with their noised form, for `Loader`."""
         return [
             CorruptedBatch(
-                batch.tokens, batch.latents, batch.lengths, batch.sample_ids, batch.slots, steps_done, noised
+                **{item.name: getattr(batch, item.name) for item in fields(Batch)}, steps_done=steps_done, noised=noised
             )
             for batch, noised in zip(micro_batches, self(steps_done, micro_batches), strict=True)
         ]

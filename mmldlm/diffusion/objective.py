@@ -117,6 +117,7 @@ class NoisedBatch:
     length_target: Tensor  # int64 [B]: length - 1, without the prefix
     counts: Tensor  # float64 [S] on the host: denominators of the sums of `Objective.__call__`
     sample_ids: Tensor  # int64 [B] on the host: index of each sample in its split
+    trained_length_weight: Tensor | None = None  # float32 [B]: in the training loss, if samples have weights
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, PackedLayout, Tensor, Tensor]:
@@ -227,6 +228,13 @@ class Objective:
         if self.config.latent_time_weighting == "min_snr":
             time_weight = self.latent.min_snr_weight(noise.t_latent, self.config.min_snr_gamma)
             trained_latent_weight = time_weight * trains_latent
+        # So do weights of samples. Their mean is 1, so the divisors of the losses are the same.
+        if (weights := batch.weights) is not None:
+            token_weights = token_weight[sample] if trained_token_weight is None else trained_token_weight
+            trained_token_weight = token_weights * weights[sample]
+            trained_latent_weight = weights * (
+                trains_latent if trained_latent_weight is None else trained_latent_weight
+            )
         return NoisedBatch(
             noised_tokens=batch.tokens.masked_fill(masked, self.text.mask_id),
             noised_latents=self.latent.corrupt(batch.latents, noise.epsilon, noise.t_latent),
@@ -245,6 +253,7 @@ class Objective:
             length_target=lengths - 1,
             counts=self.stats.counts(text_bin, latent_bin, loss_tokens, len(positions)),
             sample_ids=batch.sample_ids,
+            trained_length_weight=weights,
         )
 
     def divisors(self, totals: Sequence[float], noised: NoisedBatch) -> Tensor:
@@ -280,12 +289,16 @@ class Objective:
             noised.trained_latent_weight,
             noised.latent_bin,
         )
-        length_sum = F.cross_entropy(length_logits, noised.length_target, reduction="sum")
+        if noised.trained_length_weight is None:
+            length_sum = trained_length = F.cross_entropy(length_logits, noised.length_target, reduction="sum")
+        else:
+            lengths_nll = F.cross_entropy(length_logits, noised.length_target, reduction="none")
+            length_sum, trained_length = lengths_nll.sum(), (lengths_nll * noised.trained_length_weight).sum()
         # Divisors on the host are scalars, which GPU operators accept as they are.
         divisors = totals if isinstance(totals, Tensor) else self.divisors(totals, noised)
         tokens, samples, lengths, token_share, sample_share = divisors.unbind()
         text_loss, latent_loss = sum(aux.values(), trained_text) / tokens, trained_latent / samples
-        length_loss = config.length_weight * length_sum / lengths
+        length_loss = config.length_weight * trained_length / lengths
         if config.latent_weighting == "fixed":
             loss = text_loss + config.latent_weight * latent_loss + length_loss
         else:

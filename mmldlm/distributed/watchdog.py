@@ -35,6 +35,7 @@ from mmldlm.distributed.hang_diagnosis import (
     diagnose,
     is_conclusive,
 )
+from mmldlm.distributed.notify import Notifier
 from mmldlm.errors import ExitCode, PeerLostError
 from mmldlm.utils.short_repr import truncate
 
@@ -71,6 +72,7 @@ class Watchdog:
         """Connect to the store. `start` starts the threads, which publish a heartbeat in every interval."""
         self.rank, self.world_size, self.timeout_s, self.interval_s = rank, world_size, timeout_s, interval_s
         self.folder: Path | None = None  # of the exit files, once it exists
+        self.notifier: Notifier | None = None
         self._address = _address(store)
         # We need a separate connection, because a thread that waits in a store call holds its connection's lock.
         self._store = dist.PrefixStore("watchdog", store.clone())  # type: ignore[attr-defined]
@@ -261,6 +263,8 @@ class Watchdog:
         if self._claim_exit(ExitCode.PEER_LOST, cause, REPORT_TIMEOUT_S):
             cause = self._report(self._investigate())
             self.close()
+            if self.notifier is not None:
+                self.notifier.wait()
             _exit(ExitCode.PEER_LOST, cause)
 
     # --- for both the main thread and the monitor, when the run has to end --------------------------------
@@ -326,6 +330,8 @@ class Watchdog:
         """Publish the failure, write the exit files, kill processes that cannot end, and return this rank's cause."""
         failure = self._failure or self._publish(failure)
         cause = failure.cause
+        if self.notifier is not None:
+            self.notifier.start(self.step, ExitCode.PEER_LOST, cause)
         if self.folder is not None:
             write_exit(self.folder, self.rank, self.step, ExitCode.PEER_LOST, cause)
             location = f"step {self.step}, {self._longest_wait().collective or 'outside of any collective'}"

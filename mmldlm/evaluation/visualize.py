@@ -64,13 +64,13 @@ def figure_metrics(data: FigureData) -> dict[str, float]:
 def collect_figure_data(run: LoadedRun, processes: Collectives) -> FigureData:
     """Generate for `log.figure_samples` held-out samples, in the modes that the run trains (collective)."""
     config = run.config
-    evaluation = _evaluation(run, config.log.figure_samples, processes)
+    evaluation = small_evaluation(run, config.log.figure_samples, processes)
     trained, count = config.trained_modes, len(evaluation.ids)
     likeliest_lengths, token_hits = _first_guesses(evaluation) if "l2t" in trained else (None, None)
     t2l_latents: np.ndarray | None = None
     similarity: np.ndarray | None = None
     if "t2l" in trained:
-        latents = evaluation.generate("t2l", "own", count, _cap_steps(config.sampling, 0)).latents
+        latents = evaluation.generate("t2l", "own", count, cap_steps(config.sampling, 0)).latents
         similarity = unit_vectors(run.store.restore(latents)) @ unit_vectors(evaluation.raw_latents).T
         t2l_latents = _flat(latents)
     joint_latents: np.ndarray | None = None
@@ -78,7 +78,7 @@ def collect_figure_data(run: LoadedRun, processes: Collectives) -> FigureData:
     if "joint" in trained:
         # Generate enough for the table of texts, too: it shows the same generations.
         joint_count = min(count, max(NUM_JOINT_SAMPLES, config.validation.text_samples))
-        sampling = _cap_steps(config.sampling, int(evaluation.lengths[:joint_count].max()))
+        sampling = cap_steps(config.sampling, int(evaluation.lengths[:joint_count].max()))
         joint = evaluation.generate("joint", "none", joint_count, sampling)
         joint_latents, joint_tokens = _flat(joint.latents), joint.tokens
     return FigureData(
@@ -104,8 +104,8 @@ def text_samples(run: LoadedRun, processes: Collectives, data: FigureData | None
         return {}
     tables: dict[str, list[dict[str, str]]] = {}
     if "l2t" in config.trained_modes:
-        evaluation = _evaluation(run, count, processes)
-        sampling = replace(_cap_steps(config.sampling, int(evaluation.lengths.max())), tried_lengths=1)
+        evaluation = small_evaluation(run, count, processes)
+        sampling = replace(cap_steps(config.sampling, int(evaluation.lengths.max())), tried_lengths=1)
         tokens = evaluation.generate("l2t", "own", len(evaluation.ids), sampling, "likelihood").tokens
         pairs = zip(evaluation.decode(evaluation.tokens), evaluation.decode(tokens), strict=True)
         tables["samples/l2t"] = [{"reference": reference, "generation": text} for reference, text in pairs]
@@ -120,12 +120,12 @@ def text_samples(run: LoadedRun, processes: Collectives, data: FigureData | None
     return tables
 
 
-def _cap_steps(sampling: SamplingConfig, max_length: int) -> SamplingConfig:
+def cap_steps(sampling: SamplingConfig, max_length: int) -> SamplingConfig:
     """Return the settings with fewer steps, but enough for texts of `max_length` tokens."""
     return replace(sampling, steps=min(sampling.steps, max(MAX_STEPS, -(-max_length // TOKENS_PER_STEP))))
 
 
-def _evaluation(run: LoadedRun, count: int, processes: Collectives) -> Evaluation:
+def small_evaluation(run: LoadedRun, count: int, processes: Collectives) -> Evaluation:
     """Return an evaluation of the first `count` samples that each validation draws."""
     split = run.store.split(SPLIT)
     ids = validation_ids(split, count)

@@ -33,9 +33,8 @@ from mmldlm.checkpoint.state import model_state
 from mmldlm.errors import DataError, RunInUseError, UsageError
 from mmldlm.inference.conditions import check_shape, read_array
 from mmldlm.loading.load import LoadedRun, load_run_on_all_ranks, run_config
-from mmldlm.prepare.documents import TEXT_FORMATS, Columns, Document, Problem
-from mmldlm.prepare.readers.files import suffix_format
-from mmldlm.prepare.readers.text import read_text, text_parts
+from mmldlm.prepare.documents import Document, Problem
+from mmldlm.prepare.readers.text import read_texts
 from mmldlm.utils.files import fsync, naming, sha256, write_atomically
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import CONTINUE, stop_at_signals
@@ -125,24 +124,11 @@ def batch_processes(options: Namespace) -> Iterator[tuple[LoadedRun, Collectives
 
 
 def read_items(path: Path, run: LoadedRun, checked: bool = True) -> list[Item]:
-    """Read the texts of a file: a text per line, or JSON objects with `text` and optionally `id` (.jsonl).
+    """Read the texts of a file as `read_texts` does, and raise its errors.
 
-    For a run on data with prefixes, an object may also have a `prefix`. With `checked`, a text that does not fit the
-    tokenizer or is longer than any text of the run becomes a problem.
-
-    Raises:
-        DataError: The file is empty or cannot be read.
+    With `checked`, a text that does not fit the tokenizer or is longer than any text of the run becomes a problem.
     """
-    format = suffix_format(str(path))
-    if format not in TEXT_FORMATS:
-        raise DataError(
-            f"{path}: expected a text per line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'"
-        )
-    parts = text_parts(str(path), sys.maxsize, format)
-    prefix = "prefix" if run.store.manifest.has_prefixes else None
-    items = [item for part in parts for item in read_text(part, "text", format, Columns(key="id", prefix=prefix), True)]
-    if not items:
-        raise DataError(f"{path}: expected a text per line, found an empty file")
+    items = read_texts(path, run.store.manifest.has_prefixes)
     return [_check_tokens(item, run) for item in items] if checked else items
 
 

@@ -69,7 +69,7 @@ class DocumentCacheWriter:
         self._splits.append(assign_split(group, self._config))
         self._groups.append(hash64(group))
         arrays = (document.tokens, document.latents)
-        own = document.text, document.source, document.line, document.key, document.prefix
+        own = document.text, document.source, document.line, document.key, document.prefix, document.weight
         line = [*own, *(each is not None for each in arrays)]
         self._offsets.append(self._file.tell())
         self._file.write(json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n")
@@ -85,10 +85,11 @@ def cached_documents(folder: Path, indices: Iterable[int] | None = None) -> Iter
         for index in range(len(offsets)) if indices is None else indices:
             if indices is not None:
                 file.seek(offsets[index])
-            text, source, line, key, prefix, *has_array = json.loads(file.readline().decode("utf-8", "surrogatepass"))
+            values = json.loads(file.readline().decode("utf-8", "surrogatepass"))
+            text, source, line, key, prefix, weight, *has_array = values
             # The arrays follow their line, so reading all documents in order needs no seek.
             tokens, latents = (np.load(file, allow_pickle=False) if has else None for has in has_array)
-            yield Document(text, source, line, tokens, latents, key, prefix)
+            yield Document(text, source, line, tokens, latents, key, prefix, weight=weight)
 
 
 def exact_group(text: str, punctuation: bool = False) -> str:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import numpy as np
 
@@ -52,6 +53,7 @@ class Columns:
     key: str | None = None
     prefix: str | None = None
     group: str | None = None
+    weight: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Document:
         key: The id of the document.
         prefix: A condition that is never masked, for example the question that the text answers.
         group: Documents of the same group share a split.
+        weight: The weight of its loss in training, relative to other documents.
     """
 
     text: str
@@ -76,6 +79,7 @@ class Document:
     key: str = ""
     prefix: str = ""
     group: str = ""
+    weight: float = 1.0
 
     def problem(self, kind: ProblemKind, reason: str) -> Problem:
         """Return the reason why this document is not in the store."""
@@ -98,6 +102,14 @@ class Problem:
 
     def __str__(self) -> str:
         return f"{self.source}:{self.line}: {self.reason}"
+
+
+def to_weight(value: Any) -> float | None:
+    """Return a number, or its text in a table of text, as a weight, or None if it is negative or no finite float32."""
+    with suppress(TypeError, ValueError, OverflowError):
+        if not isinstance(value, bool) and 0 <= float(value) <= float(np.finfo(np.float32).max):
+            return float(value)
+    return None
 
 
 DocumentStream: TypeAlias = Iterator[Document | Problem]

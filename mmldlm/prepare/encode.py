@@ -47,7 +47,7 @@ def encode_chunk(job: Job, chunk: int, folder: Path, progress: StageProgress) ->
     dtypes = token_dtype(tokenizer.vocab_size), np.dtype(config.latent_dtype)
     shape = encoder.latent_tokens, encoder.channels
     with (
-        ShardWriter(folder, tokenizer.vocab_size, shape, *dtypes, SHARD_SAMPLES) as shards,
+        ShardWriter(folder, tokenizer.vocab_size, shape, *dtypes, SHARD_SAMPLES, bool(config.weight_field)) as shards,
         ProblemLog(config, folder, progress.reported) as problems,
     ):
         for batch in batches(documents):
@@ -144,4 +144,4 @@ def _write_samples(
         if rows:
             in_split = [samples[row] for row in rows]
             tokens, characters = [sample.tokens for sample in in_split], [len(sample.text) for sample in in_split]
-            shards.add(split, tokens, latents[rows], characters)
+            shards.add(split, tokens, latents[rows], characters, [sample.document.weight for sample in in_split])

@@ -29,8 +29,8 @@ _TABLE_PARTS = {"parquet": tables.parquet_parts, "arrow": tables.arrow_parts, "d
 
 def read_part(format: Format, part: Part, config: PrepareConfig) -> DocumentStream:
     """Yield the documents and problems of a part in their order, with the fields and columns that `config` names."""
-    names = config.tokens_field, config.latents_field, config.key_field, config.prefix_field, config.group_field
-    columns = Columns(*names)
+    fields = ("tokens", "latents", "key", "prefix", "group", "weight")
+    columns = Columns(*(getattr(config, f"{name}_field") for name in fields))
     if format in TEXT_FORMATS:
         return read_text(part, config.field, format, columns, separator=config.separator)
     return (tables.read_parquet if format == "parquet" else tables.read_arrow)(part, config.field, columns)

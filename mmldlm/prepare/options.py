@@ -30,7 +30,7 @@ class PrepareConfig:
     inputs: tuple[str, ...] = setting((), "text, JSON, CSV, Parquet or Arrow: files, folders, glob patterns", nargs="*")
     corpus: Literal["python-docs", "simple-docs"] | None = setting(None, "an embedded corpus, instead of inputs")
     format: Format | None = setting(None, f"{', '.join(FORMATS)} (default: by suffix)", choices=None)
-    field: str = setting("text", "field or column with the text (%(default)s)")
+    field: str = setting("text", "field or column with the text, or a path such as messages.-1.content (%(default)s)")
     tokens_field: str | None = setting(
         None, "column of token ids produced by --tokenizer, instead of text", metavar="FIELD"
     )
@@ -40,6 +40,9 @@ class PrepareConfig:
         None, "field or column with the condition of the text, such as a question; it is never masked", metavar="FIELD"
     )
     group_field: str | None = setting(None, "field or column: documents with one value share a split", metavar="FIELD")
+    weight_field: str | None = setting(
+        None, "field or column with the weight of the document's loss in training, at least 0", metavar="FIELD"
+    )
     separator: str | None = setting(None, "line between documents, instead of a blank one (blocks)", metavar="LINE")
     tokenizer: str = setting("bpe", "bpe, words (trained here), characters (a-z and space), or a PATH")
     vocab_size: int = setting(None, "size of the trained vocabulary (bpe: 4096, words: 16384)", at_least=1)
@@ -155,6 +158,7 @@ class PrepareConfig:
             ("key_field", "a table or JSON", not has_fields),
             ("prefix_field", "a table or JSON", not has_fields),
             ("group_field", "a table or JSON", not has_fields),
+            ("weight_field", "a table or JSON", not has_fields),
         ):
             if (value := getattr(self, name)) and (is_invalid or self.corpus):
                 source = self.corpus or self.format

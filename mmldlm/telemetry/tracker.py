@@ -1,4 +1,4 @@
-"""`Tracker`: the training loop logs through this class to the metrics file, TensorBoard and the progress line.
+"""`Tracker`: the training loop logs through this class to `metrics.jsonl`, OpenMetrics, TensorBoard and progress.
 
 Tags are `group/name`, the same in the metrics file and in TensorBoard. The groups are loss, validation (the same losses
 on held-out samples), quality, optim, speed, memory, data and health.
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mmldlm.telemetry import figures
 from mmldlm.telemetry.experiment_trackers import ExperimentTracker
 from mmldlm.telemetry.metrics import Kind, MetricsFile
+from mmldlm.telemetry.open_metrics import OpenMetricsFile
 from mmldlm.telemetry.tensorboard import TensorBoard
 from mmldlm.utils.nested import flatten
 from mmldlm.utils.progress import ProgressLine
@@ -57,6 +58,7 @@ class Tracker:
     ):
         self._total_steps, self._start_step, self.resumed = total_steps, start_step, resumed
         self._metrics: list[MetricsFile] = []
+        self._open_metrics: list[OpenMetricsFile] = []
         self._lines: list[ProgressLine] = []
         self._boards: list[TensorBoard] = []
         self._trackers: list[ExperimentTracker] = []
@@ -65,6 +67,7 @@ class Tracker:
             return
         folder = Path(run_dir)
         self._metrics = [MetricsFile(folder / "metrics.jsonl", start_step if resumed else None)]
+        self._open_metrics = [OpenMetricsFile(folder, total_steps)]
         self._lines = [ProgressLine(total_steps, start_step)]
         self._lines[0].start_status_thread()
         if tensorboard:
@@ -209,6 +212,8 @@ class Tracker:
     def _write(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
         for metrics in self._metrics:
             metrics.write(kind, step, values)
+        for latest in self._open_metrics:
+            latest.update(step, _numbers(values), str(values.get("run_id", "")), ended=kind == "end")
 
     def _write_curves(self, kind: Kind, step: int, values: Mapping[str, Any]) -> None:
         self._write(kind, step, values)

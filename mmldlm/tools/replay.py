@@ -148,7 +148,7 @@ def _replay_config(config: RunConfig, checkpoint: Path | None, scratch: Path) ->
         # Only a full verification finds the bad samples that the run left out.
         data=replace(config.data, verify="full" if config.data.max_bad_samples else "sizes"),
         checkpoint=CheckpointConfig(every_steps=0, keep_best=config.checkpoint.keep_best, async_=False),
-        validation=replace(config.validation, text_samples=0),
+        validation=replace(config.validation, text_samples=0, prompts=""),
         log=replace(config.log, trackers=[]),  # but keep TensorBoard: a run with it measures more in some validations
         profile=ProfileConfig(),
     )

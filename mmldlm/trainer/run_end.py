@@ -15,6 +15,7 @@ from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.exit_files import write_exit
 from mmldlm.distributed.launch import LauncherEnv
 from mmldlm.distributed.memory_probe import is_out_of_memory
+from mmldlm.distributed.notify import Notifier
 from mmldlm.errors import ConfigError, ExitCode, MmldlmError, StorageError, exit_code_and_cause
 from mmldlm.telemetry.profiler import write_memory_history
 from mmldlm.telemetry.resources import MIB
@@ -26,9 +27,10 @@ from mmldlm.utils.short_repr import truncate
 class RunEnd(ExitStack):
     """The open parts of a run. They are closed in reverse, and a start may fail before any of them exists."""
 
-    def __init__(self, run_dir: Path, launch: LauncherEnv):
+    def __init__(self, run_dir: Path, launch: LauncherEnv, notifier: Notifier):
         super().__init__()
-        self._run_dir, self._launch = run_dir, launch
+        self._run_dir, self._launch, self.notifier = run_dir, launch, notifier
+        self.callback(notifier.wait)  # the last action
         self._engine: Engine | None = None
         self._owned_dir: int | None = None  # open descriptor of the run folder
         self._fetch: Callable[[], None] | None = None
@@ -38,6 +40,8 @@ class RunEnd(ExitStack):
         """Close this engine at the end, and let it diagnose errors."""
         self._engine = engine
         self.callback(engine.close)
+        if engine.watchdog is not None:
+            engine.watchdog.notifier = self.notifier
 
     def own_folder(self) -> None:
         """Write `exit.json` to the run folder at the end. Rank 0 holds the folder's lock, and all ranks see it."""
@@ -79,6 +83,7 @@ class RunEnd(ExitStack):
                 engine.watchdog.fail(code, cause)
         if owns_dir:
             write_exit(self._run_dir, self._launch.rank, step, code, cause)
+        self.notifier.start(step, code, cause)
         # Do this last: it releases the lock, and then another run may own the folder.
         self.close()
         self._engine = self._fetch = self._finish = None  # break cycles, which would keep network and loader in memory

@@ -25,8 +25,10 @@ from mmldlm.distributed.exit_files import clear_exit_files
 from mmldlm.distributed.flight_recorder import set_trace_folder
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launch import DDP, FSDP2, LauncherEnv
+from mmldlm.distributed.notify import check_notify
 from mmldlm.distributed.optimizers import build_optimizer, check_device
 from mmldlm.errors import ConfigError
+from mmldlm.evaluation.prompts import Prompts, read_prompts
 from mmldlm.evaluation.validate import validation_ids
 from mmldlm.loading.factory import build_corruption, build_meta_model, build_objective, set_matmul_precision
 from mmldlm.model.compile import compile_regions
@@ -57,12 +59,15 @@ def requested_features(config: RunConfig) -> list[str]:
 def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> None:
     """Check that this launch can run the settings, before anything is created.
 
-    Raise `ConfigError` if a setting does not fit engine, device or number of ranks, or if a tracker is not installed.
+    Raise `ConfigError` if a setting does not fit engine, device, number of ranks or environment, or if a tracker is not
+    installed.
     """
     config = resolve_precision(config, launch.mixed_precision)
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {short_repr(config.resume)}")
     check_trackers(config.log.trackers)
+    if not launch.rank:  # which alone notifies
+        check_notify(config.log.notify)
     config.train.check_batches(launch.world_size)
     for feature in requested_features(config):
         check_supported(feature, launch.engine)
@@ -133,6 +138,7 @@ class Components:
     tokenizer: Tokenizer
     skipped_samples: list[str]  # location and problem of each sample
     validation_ids: list[int]
+    prompts: Prompts | None
     model: MMDiT  # on the meta device
     initial_weights: InitialWeights
     compiled: str  # which parts are compiled, and why this differs from the settings
@@ -158,6 +164,8 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         store = open_data(config.data.location)
     store, skipped = verify(store, config.data.verify == "full", config.data.max_bad_samples, engine)
     validation, device_type = store.split("validation"), engine.device.type
+    with engine.raise_on_all_ranks("reading of validation.prompts"):
+        prompts = read_prompts(config, store)
     objective = build_objective(config, store.manifest)
     model = build_meta_model(config, store.manifest, device_type)
     model.shards_blocks = engine.name in WEIGHT_SHARDING_ENGINES
@@ -177,6 +185,7 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
         tokenizer=Tokenizer.load(store.path / "tokenizer"),
         skipped_samples=skipped,
         validation_ids=validation_ids(validation, config.validation.samples),
+        prompts=prompts,
         model=model,
         initial_weights=model.initial_weights(config.run.weights_seed),
         compiled=compiled,

@@ -37,12 +37,25 @@ from mmldlm.telemetry.resources import MIB
 from mmldlm.trainer.consistency import check_run_folder, compare_ranks, writable_run_folder
 from mmldlm.trainer.memory import estimate
 from mmldlm.trainer.setup import build_components, check_settings, step_plan
+from mmldlm.utils.files import fsync, temporary_name
 from mmldlm.utils.printable import printable
 
 _GIB = 2**30
 _SHARED_MEMORY_MIB_PER_PROCESS = 256  # for batches of loader workers, and NCCL's buffers within a machine
 _MIN_OPEN_FILES = 4096
 _MIN_FREE_GIB = 1
+_PROBE_MIB = 64  # written to measure the disk of the run folder
+_MAX_CHECKPOINT_S = 30.0
+# What nvidia-smi calls the state of a GPU, as far as it can be bad, and how it says that it is good or not known.
+_HEALTH = (
+    "ecc.errors.uncorrected.volatile.total",
+    "retired_pages.pending",
+    "clocks_throttle_reasons.hw_slowdown",
+    "clocks_throttle_reasons.hw_thermal_slowdown",
+    "clocks_throttle_reasons.hw_power_brake_slowdown",
+    "clocks_throttle_reasons.sw_thermal_slowdown",
+)
+_HEALTHY = ("0", "No", "Not Active", "N/A", "[N/A]", "[Not Supported]")
 
 
 @dataclass(frozen=True)
@@ -100,12 +113,43 @@ def check_gpus(processes: int) -> Finding:
 
 def driver_version() -> str | None:
     """Return the version of the NVIDIA driver, or None if nvidia-smi finds none."""
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return next((row[0] for row in _query_gpus("driver_version")), None) or None
+
+
+def _query_gpus(*fields: str) -> list[list[str]]:
+    """Return the values of some fields of nvidia-smi for each GPU, or nothing if it is absent or does not know one."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.partition("\n")[0].strip() or None if result.returncode == 0 else None
+        return []
+    lines = result.stdout.splitlines() if result.returncode == 0 else []
+    return [[value.strip() for value in line.split(",")] for line in lines]
+
+
+def check_gpu_health() -> list[Finding]:
+    """Check for memory errors and throttling by nvidia-smi, if it tells, and a matrix product on each GPU."""
+    rows = _query_gpus("index", *_HEALTH)
+    faults = [
+        f"GPU {index}: {field.rpartition('reasons.')[2]} {value}"
+        for index, *values in rows  # or a message about a GPU that does not answer
+        for field, value in (zip(_HEALTH, values, strict=False) if values else [("does not", "answer")])
+        if value not in _HEALTHY
+    ]
+    name, remedy = "GPU health", "reset or replace the GPU after memory errors; cool it or raise its power limit"
+    findings = [warn(name, "; ".join(faults), remedy) if faults else ok(name, "no errors, not throttled")] * bool(rows)
+    wrong = {index: wrong_numbers(f"cuda:{index}") for index in range(torch.cuda.device_count())}
+    if bad := [f"GPU {index}: {count:,} wrong numbers" for index, count in wrong.items() if count]:
+        return [*findings, fail("GPU product", "; ".join(bad), "do not train on it: replace the GPU")]
+    return [*findings, ok("GPU product", f"exact on {len(wrong)}")]
+
+
+def wrong_numbers(device: str) -> int:
+    """Return how many numbers are wrong in products of integer matrices, which float32 represents exactly."""
+    draw = torch.Generator().manual_seed(0)
+    left, right = (torch.randint(-8, 9, (1024, 1024), generator=draw).float() for _ in range(2))
+    expected, factors = left @ right, (left.to(device), right.to(device))
+    return sum(int((torch.mm(*factors).cpu() != expected).sum()) for _ in range(10))
 
 
 def check_cores(processes: int) -> Finding:
@@ -220,13 +264,30 @@ def check_disk(config: RunConfig, store: Store | None) -> Finding:
     return ok("disk", result)
 
 
-def check_folder(run_dir: Path) -> Finding:
-    """Check that a file can be written to run.dir, without leaving one behind."""
+def check_folder(run_dir: Path, checkpoint_mib: float = 0.0) -> Finding:
+    """Check that files can be written to run.dir, and how fast, without leaving one behind."""
+    name, path, block = "run.dir", temporary_name(run_dir / "speed"), os.urandom(MIB)
     try:
         with writable_run_folder(run_dir):
-            return ok("run.dir", f"{run_dir.resolve()} can be written")
+            started = time.perf_counter()
+            try:
+                with path.open("xb") as file:
+                    for _ in range(_PROBE_MIB):
+                        file.write(block)
+                fsync(path)
+            finally:
+                path.unlink(missing_ok=True)
+            speed = _PROBE_MIB / (time.perf_counter() - started)
     except StorageError as error:
-        return fail("run.dir", str(error), "set run.dir to another folder")
+        return fail(name, str(error), "set run.dir to another folder")
+    except OSError as error:
+        return fail(name, f"{run_dir}: cannot write {_PROBE_MIB} MiB: {error.strerror}", "free some space")
+    found = f"{run_dir.resolve()} can be written, {speed:,.0f} MiB/s with fsync"
+    if (seconds := checkpoint_mib / speed) <= _MAX_CHECKPOINT_S:
+        return ok(name, found)
+    return warn(
+        name, f"{found}: {seconds:,.0f} s for a checkpoint", "use a faster disk, or raise checkpoint.every_steps"
+    )
 
 
 # --- the command ------------------------------------------------------------------------------------------------
@@ -247,6 +308,7 @@ def check_node(
         check_backend(device),
         check_shared_memory(processes),
         check_open_files(),
+        *(check_gpu_health() if device == "cuda" else ()),
     ]
     if config_file is not None:
         findings += check_run(config_file, overrides, device, accelerate_file)
@@ -268,7 +330,8 @@ def check_run(
     findings = [ok("config", config_file), check_attention(config, device), finding]
     if store is not None:
         findings += check_init(config, store)
-    return [*findings, check_disk(config, store), check_folder(Path(config.run.dir))]
+    checkpoint_mib = 0.0 if store is None else estimate(config, store, 1).checkpoint_mib
+    return [*findings, check_disk(config, store), check_folder(Path(config.run.dir), checkpoint_mib)]
 
 
 def check_start(config: RunConfig, launch: LauncherEnv) -> None:

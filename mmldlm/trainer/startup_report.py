@@ -177,6 +177,8 @@ def data_notices(config: RunConfig, store: Store, world_size: int, device_type: 
         for source, first, stop in store.split("train").source_ranges()
         if size * source.share > stop - first
     ]
+    if any(source.manifest.mean_weight for source in store.sources):
+        notices.append("samples have weights, which logged losses, validations and evaluations do not use")
     channels, longest = store.manifest.latent.channels, store.manifest.max_length
     rows, above = divmod(longest + store.manifest.latent.tokens, TILE_ROWS)
     notices += [

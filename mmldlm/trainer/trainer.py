@@ -20,6 +20,7 @@ from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig, resolve_precision
 from mmldlm.diffusion.objective import NoisedBatch, total_counts
 from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
+from mmldlm.distributed.notify import Notifier
 from mmldlm.errors import StoppedBySignal
 from mmldlm.optim.ema import decay_at
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
@@ -59,7 +60,8 @@ class Trainer:
         self.stop_at = stop_at
         self._signals = SignalRequests()
         self._notices = Notices(log_library_warnings=self.launch.local_rank == 0)
-        self._end = RunEnd(self.run_dir, self.launch)
+        notifier = Notifier("" if self.launch.rank else config.log.notify, self.run_dir)
+        self._end = RunEnd(self.run_dir, self.launch, notifier)
         self.callbacks: list[Callback] = []
         self.replays: GraphReplays | None = None
 
@@ -99,6 +101,7 @@ class Trainer:
         self.tracker, report = open_records(
             config, self.components, engine, restored, fingerprint, notes, self.run_dir, end
         )
+        end.notifier.run_id = report["run_id"]
         if engine.is_main:
             self._notices.write = self.tracker.message
         self.checkpointer = Checkpointer(config, engine, restored, report, self.components.store, self._signals)
@@ -152,7 +155,8 @@ class Trainer:
                 "worse than the best"
             )
         if found := self.state.overfitting():
-            self.tracker.message(overfitting_notice(found, self.run_dir))
+            self._end.notifier.overfitting = notice = overfitting_notice(found, self.run_dir)
+            self.tracker.message(notice)
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
 
     @phase("corrupt")

@@ -10,6 +10,7 @@ import torch
 
 from mmldlm.config import RunConfig
 from mmldlm.distributed.engine import Engine
+from mmldlm.evaluation.prompts import prompt_samples
 from mmldlm.evaluation.quality import quality
 from mmldlm.evaluation.validate import validation_ids, validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
@@ -75,6 +76,8 @@ class Validation(_Evaluation):
             )
             figure_data = collect_figure_data(run, engine) if figures_due(step, config) else None
             texts = text_samples(run, engine, figure_data)
+            if components.prompts is not None:
+                texts["samples/prompts"] = prompt_samples(run, engine, components.prompts)
             values = {**losses.values, **(figure_metrics(figure_data) if figure_data else {})}
             tracker.validation(step, {**values, "weights": config.ema.eval_weights}, losses.bin_losses)
             for tag, rows in texts.items():

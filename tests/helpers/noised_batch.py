@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ def noised_batch(
     latent_tokens: int = 1,
     lengths: tuple[int, ...] = LENGTHS,
     loss: LossConfig | None = None,
+    weights: Sequence[float] | None = None,
     **aux: Any,
 ) -> tuple[Objective, NoisedBatch]:
     inputs, loss = random_inputs(lengths, latent_tokens), loss or LossConfig()
     index, tokens = torch.arange(len(lengths)), inputs.tokens.clamp_max(MASK - 1)
     if aux and lengths[-1] > 2:
         tokens[-2] = PAD  # the last sample has a prefix
-    batch = Batch(tokens, inputs.latents, lengths, index, index)
+    of_samples = None if weights is None else torch.tensor(weights)
+    batch = Batch(tokens, inputs.latents, lengths, index, index, weights=of_samples)
     text = MaskedDiffusion(MASK, loss.text, prefix_end=PAD)
     objective = Objective(loss, text, GaussianDiffusion(LatentConfig(), loss.latent), **aux)
     return objective, objective.corrupt(batch, draw_noise(batch, 0, 0, len(lengths), mode_weights(mode)))

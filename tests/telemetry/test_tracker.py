@@ -68,5 +68,5 @@ def test_disabled_does_nothing(tmp_path, capfd):
 def test_without_tensorboard_and_with_nan(tmp_path):
     with Tracker(tmp_path, 10, 0, False, enabled=True, tensorboard=False) as tracker:
         tracker.train(1, {"loss/total": float("nan")})
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "metrics.prom"]
     assert read_metrics(tmp_path / "metrics.jsonl")[0]["nonfinite"] == ["loss/total"]

@@ -23,6 +23,7 @@ from mmldlm.trainer.start_check import (
     check_cores,
     check_disk,
     check_folder,
+    check_gpu_health,
     check_gpus,
     check_open_files,
     check_shared_memory,
@@ -31,6 +32,7 @@ from mmldlm.trainer.start_check import (
     format_report,
     ok,
     warn,
+    wrong_numbers,
 )
 from tests.helpers.forked_runs import ForkedRuns
 from tests.helpers.paths import ROOT
@@ -114,7 +116,8 @@ def test_without_a_config_only_the_machine_is_checked(capsys: pytest.CaptureFixt
     *lines, summary = capsys.readouterr().out.splitlines()
     assert summary.startswith("ready")
     first = "GPUs" if torch.cuda.is_available() else "cores"
-    assert [line.split()[1] for line in lines if "->" not in line] == [first, "backend", "shared", "open"]
+    named = [line.split()[1] for line in lines if "->" not in line]
+    assert [name for name in named if first != "GPUs" or name != "GPU"] == [first, "backend", "shared", "open"]
 
 
 def test_a_node_that_is_ready(tiny_config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,6 +216,70 @@ def test_a_run_folder_that_cannot_be_written(tmp_path: Path) -> None:
         result.status == "fail"
         and result.found == f"run.dir: cannot write {tmp_path / 'file' / 'run'}: Not a directory"
     )
+
+
+@pytest.mark.quick
+def test_a_slow_or_full_disk_is_named(tmp_path: Path) -> None:
+    result = check_folder(tmp_path / "run", checkpoint_mib=1.0)
+    assert result.status == "ok" and re.search(r" can be written, [\d,]+ MiB/s with fsync$", result.found)
+    speed = float(re.findall(r"([\d,]+) MiB/s", result.found)[0].replace(",", ""))
+    slow = check_folder(tmp_path / "run", checkpoint_mib=1e5 * speed)
+    assert slow.status == "warn" and re.search(r": [\d,]{6,} s for a checkpoint$", slow.found), slow.found
+    assert not [*tmp_path.iterdir()]
+    with small_disk(tmp_path / "disk", mib=16) as disk:
+        full = check_folder(disk / "run")
+        assert (full.status, full.exit_code) == ("fail", 64) and "cannot write 64 MiB: No space left" in full.found
+        assert not [*disk.iterdir()]
+
+
+@pytest.mark.quick
+def test_what_nvidia_smi_says_about_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a command of that name, as there is no GPU."""
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    program.touch(mode=0o755)
+
+    def says(*lines: str, code: int = 0) -> list[tuple[str, str]]:
+        program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines) + f"exit {code}\n")
+        return [(finding.status, finding.found) for finding in check_gpu_health() if finding.name == "GPU health"]
+
+    good = "0, 0, No, Not Active, Not Active, Not Active, Not Active"
+    assert says(good, "1, [N/A], [N/A], Not Active, N/A, [Not Supported], Not Active")[0][0] == "ok"
+    hot = says(good, "1, 3, Yes, Not Active, Active, Not Active, Not Active")
+    assert hot == [
+        (
+            "warn",
+            "GPU 1: ecc.errors.uncorrected.volatile.total 3; GPU 1: retired_pages.pending Yes; "
+            "GPU 1: hw_thermal_slowdown Active",
+        )
+    ]
+    lost = "Unable to determine the device handle for GPU0: Unknown Error"
+    assert says(good, lost)[0] == ("warn", f"GPU {lost}: does not answer")
+    assert says("Field is not a valid field to query.", code=2) == []
+    program.unlink()
+    assert check_gpu_health()[0].name == "GPU product"
+
+
+@pytest.mark.quick
+def test_a_product_with_a_wrong_number_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrong_numbers("cpu") == 0
+    product, calls = torch.mm, []
+
+    def faulty(*factors: torch.Tensor) -> torch.Tensor:
+        result = product(*factors)
+        calls.append(result)
+        if len(calls) == 7:
+            result[3, 5] += 1
+        return result
+
+    monkeypatch.setattr(torch, "mm", faulty)
+    assert wrong_numbers("cpu") == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_is_healthy() -> None:
+    assert {finding.status for finding in check_gpu_health()} == {"ok"}
 
 
 @pytest.mark.quick

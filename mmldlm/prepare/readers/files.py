@@ -53,6 +53,7 @@ def pyarrow() -> Any:
     """Import and return pyarrow, or raise `UsageError` with the extra to install."""
     try:
         import pyarrow
+        import pyarrow.compute
         import pyarrow.parquet
     except ImportError:
         raise UsageError(f"Parquet, Arrow and .zst files need pyarrow: {install_command('tables')}") from None

@@ -7,6 +7,7 @@ Each format is a pair of functions: `*_parts` cuts an input into parts of whole 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.errors import DataError
-from mmldlm.prepare.documents import Columns, Document, DocumentStream, Part, Problem
+from mmldlm.prepare.documents import Columns, Document, DocumentStream, Part, Problem, to_weight
 from mmldlm.prepare.readers.files import is_url, open_input, pyarrow
 
 _BATCH_ROWS = 1024  # decoded to Python values at a time
@@ -37,8 +38,8 @@ def read_parquet(part: Part, field: str | None, columns: Columns) -> DocumentStr
     """Yield the documents and problems of a part of a Parquet file. Their `line` is the row, from 1."""
     with _pyarrow_reading(part.path) as library, library.parquet.ParquetFile(_source(part.path)) as file:
         names = _column_names(part.path, file.schema_arrow, field, columns)
-        groups = [*range(part.start, part.stop)]
-        batches = file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, columns=names)
+        groups, tops = [*range(part.start, part.stop)], [_top(name, file.schema_arrow) for name in names]
+        batches = file.iter_batches(batch_size=_BATCH_ROWS, row_groups=groups, columns=tops)
         yield from _documents(part, batches, field, columns)
 
 
@@ -163,26 +164,69 @@ def _column_names(path: str, schema: Any, field: str | None, columns: Columns) -
         columns.key: ("text or integers", {"text", "integer"}),
         columns.prefix: ("text", {"text"}),
         columns.group: ("text or integers", {"text", "integer"}),
+        columns.weight: ("numbers", {"float", "integer"}),
         _MASK if columns.tokens else None: ("lists of integers", {"list of integer"}),
     }
     names = []
     for name, (expected, kinds) in expected_kinds.items():
-        if name is None or (name in (field, _MASK) and columns.tokens and name not in schema.names):
+        if name is None:
             continue
-        if (count := schema.names.count(name)) != 1:
-            found = f"{count} columns" if count else "no column"
-            raise DataError(f"{path}: {found} {name!r}, found {', '.join(map(repr, schema.names[:12])) or 'none'}")
-        column_type = schema.field(name).type
-        if _kind(column_type) not in kinds:
-            raise DataError(f"{path}: column {name!r} is {column_type}, expected {expected}")
+        count, library = schema.names.count(_top(name, schema)), pyarrow()
+        column_type = schema.field(_top(name, schema)).type if count == 1 else None
+        leaf = None if column_type is None else _leaf(library.nulls(0, _storage(column_type)), name, schema)
+        if leaf is None and name in (field, _MASK) and columns.tokens:
+            continue
+        if leaf is None:
+            found = f"{count} columns" if count > 1 else "no column"
+            raise DataError(f"{path}: {found} {name!r}, found {', '.join(map(repr, _names(schema)[:12])) or 'none'}")
+        if _kind(leaf.type) not in kinds:
+            raise DataError(f"{path}: column {name!r} is {leaf.type}, expected {expected}")
         names.append(name)
     return names
 
 
+def _top(name: str, schema: Any) -> str:
+    """Return the column of a name, which is a column, or else a path into one, such as `translation.en`."""
+    return name if name in schema.names else name.partition(".")[0]
+
+
+def _names(schema: Any) -> list[str]:
+    """Return the names of all columns, and those of structs' fields as paths."""
+    is_struct = pyarrow().types.is_struct
+    nested = [
+        [f"{item.name}.{part.name}" for part in item.type] if is_struct(item.type) else [item.name] for item in schema
+    ]
+    return [name for names in nested for name in names]
+
+
+def _leaf(column: Any, name: str, schema: Any) -> Any:
+    """Return the values at the end of a name's path into its column, or None if the types have no such path."""
+    library = pyarrow()
+    compute, types = library.compute, library.types
+    for part in name.removeprefix(_top(name, schema)).split(".")[1:]:
+        column = getattr(column, "storage", column)
+        if types.is_fixed_size_list(column.type):
+            column = column.cast(library.list_(column.type.value_type))
+        if types.is_struct(column.type) and column.type.get_field_index(part) >= 0:
+            column = compute.struct_field(column, part)
+        elif _kind(column.type).startswith("list") and re.fullmatch(r"-?\d+", part):
+            place, lengths = int(part), compute.list_value_length(column)
+            is_there = compute.greater(lengths, place) if place >= 0 else compute.greater_equal(lengths, -place)
+            rows = compute.add(column.offsets[:-1] if place >= 0 else column.offsets[1:], place)
+            column = column.values.take(compute.if_else(is_there, rows, library.scalar(None, rows.type)))
+        else:
+            return None
+    return column
+
+
+def _storage(column_type: Any) -> Any:
+    """Return the type that an extension type, for example of `datasets`, stores, or the type itself."""
+    return getattr(column_type, "storage_type", column_type)
+
+
 def _kind(column_type: Any) -> str:
     """Return the kind of a column: text, integer, float, a list of one of these, or other."""
-    # Extension types, for example of `datasets`, store another type.
-    types, column_type = pyarrow().types, getattr(column_type, "storage_type", column_type)
+    types, column_type = pyarrow().types, _storage(column_type)
     if types.is_list(column_type) or types.is_large_list(column_type) or types.is_fixed_size_list(column_type):
         return f"list of {_kind(column_type.value_type)}"
     if types.is_integer(column_type) or types.is_floating(column_type):
@@ -199,7 +243,9 @@ def _documents(part: Part, batches: Iterable[Any], field: str | None, columns: C
         names = _column_names(part.path, record_batch.schema, field, columns)
         for offset in range(0, record_batch.num_rows, _BATCH_ROWS):
             batch = record_batch.slice(offset, _BATCH_ROWS)
-            values_by_column = [_values(batch.column(batch.schema.get_field_index(name))) for name in names]
+            tops = [batch.column(batch.schema.get_field_index(_top(name, batch.schema))) for name in names]
+            leaves = [_leaf(top, name, batch.schema) for top, name in zip(tops, names, strict=True)]
+            values_by_column = [_values(leaf) for leaf in leaves]
             for values in zip(*values_by_column, strict=True):
                 yield _document(part.path, row, dict(zip(names, values, strict=True)), field, columns)
                 row += 1
@@ -251,7 +297,10 @@ def _document(path: str, line: int, values: dict[str, Any], field: str | None, c
         if values[name] is None or isinstance(values[name], UnicodeDecodeError):
             return problem("invalid", f"column {name!r} holds no id")
     key, group = (str(values[name]) if name else "" for name in (columns.key, columns.group))
-    return Document(text or "", path, line, tokens, latents, key, prefix.strip(), group)
+    given = values[columns.weight] if columns.weight else 1.0
+    if (weight := to_weight(given)) is None:
+        return problem("invalid", f"column {columns.weight!r} is {given}, expected a weight of at least 0")
+    return Document(text or "", path, line, tokens, latents, key, prefix.strip(), group, weight)
 
 
 def _to_array(value: Any) -> np.ndarray | None:

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
+from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
 
-from mmldlm.prepare.documents import Columns, Document, DocumentStream, Format, Part, Problem, ProblemKind
-from mmldlm.prepare.readers.files import is_compressed, open_text
+from mmldlm.errors import DataError
+from mmldlm.prepare.documents import (
+    TEXT_FORMATS,
+    Columns,
+    Document,
+    DocumentStream,
+    Format,
+    Part,
+    Problem,
+    ProblemKind,
+    to_weight,
+)
+from mmldlm.prepare.readers.files import is_compressed, open_text, suffix_format
+from mmldlm.utils.short_repr import short_repr
 
 _Lines: TypeAlias = Iterable[tuple[int, bytes]]  # line number and line
 _Fault: TypeAlias = tuple[ProblemKind, str]
@@ -73,14 +88,14 @@ def read_text(
     """Yield the documents and problems of a part of a text file, in one of `TEXT_FORMATS`.
 
     Args:
-        field: The field of JSON, or column of CSV, with the text.
-        columns: The fields with the key, the group and the prefix. The prefix may be empty.
+        field: The field of JSON (see `_value`), or column of CSV, with the text.
+        columns: The fields with the key, the group, the prefix and the weight. The prefix may be empty.
         key_optional: Allow records that lack all of these but the text.
         separator: The line that ends a block, by default a blank one.
     """
     texts = {"text": field, "prefix": columns.prefix or ""}
     ids = {"key": columns.key or "", "group": columns.group or ""}
-    named = {*texts.values(), *ids.values()} - {""}
+    named = {*texts.values(), *ids.values(), columns.weight or ""} - {""}
     with open_text(part.path) as file:
         lines = _lines(file, part)
         for line, record in _block_records(lines, separator) if format == "blocks" else _RECORDS[format](lines):
@@ -89,6 +104,8 @@ def read_text(
                 present = {field, *record} - {""} if isinstance(record, dict) and key_optional else named
                 values = {name: _row_text(record, column) for name, column in texts.items() if column in present}
                 values |= {name: _row_id(record, column) for name, column in ids.items() if column in present}
+                if columns.weight and columns.weight in present:
+                    values["weight"] = _row_weight(record, columns.weight)
             faults = [value for value in values.values() if isinstance(value, tuple)]
             if isinstance(values["text"], str) and not values["text"].strip():
                 faults = [_EMPTY]
@@ -97,6 +114,24 @@ def read_text(
             else:
                 prefix = values.pop("prefix", "").strip()
                 yield Document(source=part.path, line=line, prefix=prefix, **values)
+
+
+def read_texts(path: Path, with_prefix: bool) -> list[Document | Problem]:
+    """Read a file of texts: a text per line, or JSON objects with `text` and optionally `id` and `prefix` (.jsonl).
+
+    Raises:
+        DataError: The file is empty or cannot be read.
+    """
+    format = suffix_format(str(path))
+    if format not in TEXT_FORMATS:
+        raise DataError(
+            f"{path}: expected a text per line (.txt), or .jsonl, .json, .csv or .tsv with the field 'text'"
+        )
+    (part,) = text_parts(str(path), sys.maxsize, format) or [Part(str(path), 0, 0)]
+    items = [*read_text(part, "text", format, Columns(key="id", prefix="prefix" if with_prefix else None), True)]
+    if not items:
+        raise DataError(f"{path}: expected a text per line, found an empty file")
+    return items
 
 
 def _lines(file: BinaryIO, part: Part) -> _Lines:
@@ -203,13 +238,34 @@ _RECORDS: dict[Format, Callable[[_Lines], _Records]] = {
 }
 
 
+def _value(row: Mapping[str, Any], field: str) -> Any:
+    """Return a field of a JSON object: a key, or else a path of keys and places, such as `messages.-1.content`.
+
+    Raises:
+        KeyError: There is none. The argument names what is there.
+    """
+    if field in row:
+        return row[field]
+    value: Any = row
+    path = ""
+    for part in field.split("."):
+        is_place = isinstance(value, list) and re.fullmatch(r"-?\d+", part) and -len(value) <= int(part) < len(value)
+        if not is_place and not (isinstance(value, dict) and part in value):
+            names = sorted(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+            raise KeyError(", ".join(repr(f"{path}{name}") for name in names[:8]) or "none")
+        value = value[int(part) if is_place else part]
+        path += f"{part}."
+    return value
+
+
 def _row_text(row: Any, field: str) -> str | _Fault:
     """Return a text of a JSON object or a row, or the fault in it."""
     if not isinstance(row, dict):
         return "invalid", f"a JSON {type(row).__name__}, expected an object with the field {field!r}"
-    if field not in row:
-        return "invalid", f"no field {field!r}, found {', '.join(map(repr, sorted(row)[:8])) or 'none'}"
-    text = row[field]
+    try:
+        text = _value(row, field)
+    except KeyError as error:
+        return "invalid", f"no field {field!r}, found {error.args[0]}"
     if not isinstance(text, str):
         return "invalid", f"field {field!r} is {type(text).__name__}, expected a string"
     try:
@@ -220,9 +276,21 @@ def _row_text(row: Any, field: str) -> str | _Fault:
     return text
 
 
+def _row_weight(row: Any, field: str) -> float | _Fault:
+    """Return the weight of a document, or the fault in it."""
+    value = None
+    with suppress(KeyError):
+        value = _value(row, field) if isinstance(row, dict) else None
+    if (weight := to_weight(value)) is None:
+        return "invalid", f"field {field!r} is {short_repr(value)}, expected a weight of at least 0"
+    return weight
+
+
 def _row_id(row: Any, field: str) -> str | _Fault:
     """Return the id of a document or of its group, or the fault in it."""
-    value = row.get(field) if isinstance(row, dict) else None
+    value = None
+    with suppress(KeyError):
+        value = _value(row, field) if isinstance(row, dict) else None
     if isinstance(value, bool) or not isinstance(value, (str, int)) or value == "":
         return "invalid", f"field {field!r} is {type(value).__name__}, expected the document's id, a string or integer"
     return str(value)
