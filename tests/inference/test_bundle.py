@@ -28,6 +28,7 @@ from mmldlm.inference.model import Model, Samples
 from mmldlm.loading.load import LoadedRun
 from mmldlm.utils.files import file_info
 from tests.helpers.paths import ROOT
+from tests.helpers.ports import free_port
 from tests.helpers.user_errors import assert_user_error
 
 TEXTS = ["The rose of soil and water.", "The wave."]
@@ -374,6 +375,45 @@ try:
 except mmldlm.errors.UsageError as error:
     print(error)
 """
+
+
+SHARDED = """
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+
+import mmldlm
+
+dist.init_process_group('gloo')
+bundle = Path(sys.argv[1])
+model = mmldlm.load(bundle, 'cpu').run.model
+with torch.no_grad():
+    for parameter in model.parameters():
+        parameter.zero_()
+fully_shard(model, mesh=dist.device_mesh.init_device_mesh('cpu', (dist.get_world_size(),)))
+state = model.state_dict()
+dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(bundle)))
+for name, tensor in load_file(bundle / 'model.safetensors').items():
+    assert torch.equal(state[name].full_tensor(), tensor), name
+assert any(parameter.to_local().numel() < parameter.numel() for parameter in model.parameters()) == (len(sys.argv) > 2)
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_distributed_checkpoints_read_it(bundle: Path, tmp_path: Path, processes: int) -> None:
+    """Plain torch.distributed.checkpoint reads the network into a model, sharded among any number of processes."""
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", processes, "--master_port", free_port()]
+    command = [sys.executable, *launch, script, bundle, *["sharded"] * (processes > 1)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(map(str, command), capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
 
 
 def test_a_bundle_that_takes_other_vectors_is_refused(bundle: Path, tmp_path: Path) -> None:
