@@ -14,7 +14,8 @@ case "${1:-}" in
   "") ;;
   --quick) marks="quick and not slow" ;;
   --slow) marks="" ;;
-  --lowest | --newest) ;;
+  --lowest) ;;
+  --newest) ;;
   *) printf "test: error: unknown option '%s', expected --quick, --slow, --lowest, --newest or nothing\n" "$1" >&2; exit 2 ;;
 esac
 # One thread per process: the tests run side by side, and their numbers do not depend on the machine's cores.

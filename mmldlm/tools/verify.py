@@ -395,7 +395,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("arguments", nargs="+", metavar="FOLDER | key.sub=value")
     parser.add_argument("--data", metavar="STORE", help="of a bundle: measure its figures again, on this data store")
-    parser.add_argument("--sts", type=Path, metavar="FILE", help="of a bundle: the sentence pairs of its evaluation")
     parser.add_argument("--all", action="store_true", help="compute all steps again")
     parser.add_argument("--from", type=int, dest="first", metavar="STEP", help="compute again from this step on")
     parser.add_argument("--to", type=int, dest="last", metavar="STEP", help="compute again up to this step")
@@ -419,10 +418,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_recomputed and (folder / MANIFEST).is_file():
         kind = "bundle" if is_bundle else "checkpoint"
         raise UsageError(f"--all, --from, --to: expected a run folder, found the {kind} {folder}")
-    if not is_bundle and (options.data or options.sts):
-        raise UsageError(f"--data, --sts: expected a bundle of `mmldlm export`, found {folder}")
+    if options.data and not is_bundle:
+        raise UsageError(f"--data: expected a bundle of `mmldlm export`, found {folder}")
     if is_bundle:
-        return _report(folder, *verify_bundle(folder, options.data, options.sts))
+        return _report(folder, *verify_bundle(folder, options.data))
     if (folder / MANIFEST).is_file():
         verify_checkpoint(folder)
         return _report(folder, [], [*foreign_files(folder)])

@@ -27,7 +27,7 @@ from mmldlm.inference.bundle import CARD_NAME, EVALUATION_NAME, model_card
 from mmldlm.loading.compatibility import LATENTS_NAME
 from mmldlm.loading.load import DESCRIPTION, LoadedRun, load_run
 from mmldlm.utils.cpu import choose_threads
-from mmldlm.utils.files import read_regular, sha256
+from mmldlm.utils.files import read_regular
 from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.progress import Progress
 from mmldlm.utils.short_repr import short_repr
@@ -49,6 +49,7 @@ class Claims:
 
     figures: dict[str, Any]
     config: EvaluationConfig
+    modes: list[Any]
     settings: list[str]
     version: str  # of mmldlm that measured the figures, "" if unknown
 
@@ -63,14 +64,11 @@ class Claims:
             if min(config.samples - 1, config.texts, config.times, config.batch, config.seed + 1) < 1:
                 raise ValueError(f"expected positive numbers, found {config}")
             version = figures.get("measured_by", {}).get("versions", {}).get("mmldlm", "")
-            return cls(figures, config, str(figures.get("sampling", "")).split(), version)
+            return cls(figures, config, list(figures["modes"]), str(figures.get("sampling", "")).split(), version)
 
 
-def verify_bundle(folder: Path, data: str | None = None, sts: Path | None = None) -> tuple[list[str], list[str]]:
+def verify_bundle(folder: Path, data: str | None = None) -> tuple[list[str], list[str]]:
     """Check a bundle and, with the store `data`, measure its figures again.
-
-    Args:
-        sts: The file of sentence pairs that the evaluation took, if it took one.
 
     Returns:
         Lines about what was checked, and a line for each problem.
@@ -102,7 +100,7 @@ def verify_bundle(folder: Path, data: str | None = None, sts: Path | None = None
     if data is None:
         lines.append("not checked: whether the figures are true; --data STORE measures them again")
     elif not problems:  # otherwise the figures may belong to something else
-        measured, problems = _measure(load_run(folder, data=data, settings=settings), claims, sts)
+        measured, problems = _measure(load_run(folder, data=data, settings=settings), claims)
         lines += measured
     return lines, problems
 
@@ -121,7 +119,7 @@ def _differences_of_cards(run: LoadedRun, claims: Claims | None) -> Iterator[str
 def _contradictions(run: LoadedRun, claims: Claims) -> Iterator[str]:
     """Yield where `evaluation.json` says that other weights, data or options were measured."""
     figures = claims.figures
-    expected = provenance(run, claims.config, figures.get("modes"), figures.get("sts_sha256"))
+    expected = provenance(run, claims.config, claims.modes, figures.get("sts_sha256"))
     expected["data_manifest"] = run.info.get("data_manifest")
     if claims.version != __version__:  # other versions have other options
         del expected["options_sha256"]
@@ -132,27 +130,27 @@ def _contradictions(run: LoadedRun, claims: Claims) -> Iterator[str]:
             yield f"{run.folder / EVALUATION_NAME}: {key}: found {found}, expected {of_bundle}, by the bundle"
 
 
-def _measure(run: LoadedRun, claims: Claims, sts: Path | None) -> tuple[list[str], list[str]]:
+def _measure(run: LoadedRun, claims: Claims) -> tuple[list[str], list[str]]:
     """Repeat an evaluation. Return lines with verdicts, and problems."""
     figures, config = claims.figures, claims.config
     if run.store.identity != (claimed := figures.get("data_manifest", run.info.get("data_manifest"))):
         found, expected = short_repr(run.store.identity), short_repr(claimed)
         return [], [f"{run.store.path}: found data with the hash {found}, expected {expected}, as in {EVALUATION_NAME}"]
-    if (pairs := sha256(sts) if sts else None) not in (None, figures.get("sts_sha256")):
-        raise UsageError(f"--sts: found {pairs}, expected the file of the evaluation, {figures.get('sts_sha256')}")
     verify_part(run.store, splits=("train", config.split))
     choose_threads()
     with Progress() as progress:
-        again = replace_nonfinite(evaluate(run, config, figures.get("modes"), sts, progress=progress))
+        again = replace_nonfinite(evaluate(run, config, claims.modes, progress=progress))
     measuring = measured_by(run.device)
     repeats_bits = figures.get("measured_by") == measuring and measuring["name"] == "cpu"
     checked = {*provenance(run, config), *asdict(config), "sampling", "measured_by", "sts_sha256"}
     lines, problems, verdicts = list[str](), list[str](), Counter[str]()
     claims_left, measured = ({key: one[key] for key in one if key not in checked} for one in (figures, again))
-    if pairs is None and "sts_sha256" in figures:
-        claims_left["t2l"] = {key: one for key, one in figures["t2l"].items() if not key.startswith("sts_")}
-        lines.append("not checked: figures of sentence pairs; --sts FILE measures them again")
-    for _, verdict, line in compare(claims_left, measured):
+    if "sts_sha256" in figures:
+        claims_left["t2l"] = {key: one for key, one in figures.get("t2l", {}).items() if not key.startswith("sts_")}
+        lines.append("not checked: figures of sentence pairs; mmldlm evaluate BUNDLE --sts FILE measures them")
+    with foreign(run.folder / EVALUATION_NAME):
+        compared = [*compare(claims_left, measured)]
+    for verdict, line in compared:
         verdicts[verdict] += 1
         if verdict == BEYOND or (verdict != EQUAL and repeats_bits):
             same = "" if verdict == BEYOND else ", by the versions, processor and threads of the evaluation"
@@ -163,8 +161,8 @@ def _measure(run: LoadedRun, claims: Claims, sts: Path | None) -> tuple[list[str
     return [f"figures measured again: {counts}", *lines], problems
 
 
-def compare(claimed: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield name, verdict and a line for each figure of an evaluation and of its repetition.
+def compare(claimed: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the verdict and a line for each figure of an evaluation and of its repetition.
 
     A baseline without an interval gets the width of the metric whose key its own begins with.
     """
@@ -172,7 +170,7 @@ def compare(claimed: Mapping[str, Any], measured: Mapping[str, Any]) -> Iterator
     for name in {**before, **after}:
         first, second = before.get(name, "nothing"), after.get(name, "nothing")
         verdict = EQUAL if first == second else _verdict(name, first, second, _half_width(name, after))
-        yield name, verdict, f"{name}: {short_repr(first)} claimed, {short_repr(second)} measured: {verdict}"
+        yield verdict, f"{name}: {short_repr(first)} claimed, {short_repr(second)} measured: {verdict}"
 
 
 def _verdict(name: str, claimed: Any, measured: Any, half_width: float) -> str:

@@ -20,13 +20,11 @@ import importlib, pkgutil
 import mmldlm
 
 refused = {}
-for module in pkgutil.walk_packages(mmldlm.__path__, 'mmldlm.'):
-    if module.name == 'mmldlm.__main__':
-        continue
+for name in {module.name for module in pkgutil.walk_packages(mmldlm.__path__, 'mmldlm.')} - {'mmldlm.__main__'}:
     try:
-        importlib.import_module(module.name)
+        importlib.import_module(name)
     except ModuleNotFoundError as error:
-        refused[module.name] = error.name
+        refused[name] = error.name
 print(sorted(refused.items()))
 """
 
@@ -52,8 +50,8 @@ def run(python: Path, *arguments: object, **variables: str) -> subprocess.Comple
 
 def test_only_the_engine_and_its_optimizer_import_it(python: Path) -> None:
     result = run(python, "-c", IMPORT_ALL)
-    own = [("mmldlm.distributed.deepspeed_adam", "deepspeed"), ("mmldlm.distributed.zero", "deepspeed")]
-    assert result.stdout.splitlines()[-1] == str(own), result.stderr[-2000:]
+    own = [(f"mmldlm.distributed.{name}", "deepspeed") for name in ("deepspeed_adam", "zero")]
+    assert result.stdout.strip() == str(own), result.stderr[-2000:]
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp", "fsdp2"])
@@ -80,15 +78,19 @@ def test_what_needs_it_is_refused_in_one_line(
     python: Path, arguments: list[object], names: str, tiny_config: Path, tmp_path: Path
 ) -> None:
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    variables = {} if "optim.name=deepspeed_adam" in arguments else rank
-    result = run(python, "-m", "mmldlm.train", tiny_config, *arguments, **variables)
+    result = run(python, "-m", "mmldlm.train", tiny_config, *arguments, **rank)
     assert_user_error(result, 64, f"{names}: needs DeepSpeed, mmldlm's extra deepspeed")
     assert not (tmp_path / "run").exists()
 
 
+def test_a_corpus_without_its_sentences_says_so(python: Path) -> None:
+    code = "from mmldlm.prepare.job import *; make_plan(PrepareConfig('out', corpus='python-docs'))"
+    result = run(python, "-c", code)
+    assert "python-docs: has no sentences of deepspeed" in result.stderr, result.stderr
+
+
 def test_the_launch_script_says_so_before_it_starts(python: Path, tiny_config: Path) -> None:
-    variables = {"PYTHON": str(python), "NPROC_PER_NODE": "2", "NODE_CHECK": "skip"}
-    environment = {**os.environ, **variables}
+    environment = {**os.environ, "PYTHON": str(python), "NPROC_PER_NODE": "2", "NODE_CHECK": "skip"}
     command = ["bash", ROOT / "scripts/launch_node.sh", "zero2", tiny_config]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TEST_TIMEOUT_S)
     assert result.returncode == 2 and "zero2 needs DeepSpeed" in result.stderr, result.stderr
