@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if __package__ in (None, ""):  # started by the path of the script, as the deepspeed launcher does it
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
@@ -35,12 +36,16 @@ from mmldlm.loading.load import (
 )
 from mmldlm.settings.successors import refuse_removed
 from mmldlm.telemetry.notices import overfitting_notice
-from mmldlm.utils.cpu import choose_threads
+from mmldlm.trainer.consistency import versions
+from mmldlm.utils.cpu import choose_threads, hardware
 from mmldlm.utils.files import make_folder, write_atomically
 from mmldlm.utils.nested import replace_nonfinite
 from mmldlm.utils.printable import printable
 from mmldlm.utils.process import stop_at_signals
 from mmldlm.utils.progress import INTERVAL_S, Progress
+
+if TYPE_CHECKING:
+    import torch
 
 
 def _parse_modes(text: str) -> tuple[str, ...]:
@@ -125,7 +130,7 @@ def _evaluate(
     measured = evaluate(loaded, config, modes, options.sts, processes, progress)
     settings = given_settings(options)
     overrides = {"sampling": " ".join(settings)} if settings else {}
-    result = replace_nonfinite({**overrides, **measured})
+    result = replace_nonfinite({**overrides, **measured, "measured_by": measured_by(loaded.device)})
     out: Path = options.out or options.run
     with processes.raise_on_all_ranks("writing of the results"):
         if processes.is_main:
@@ -136,6 +141,11 @@ def _evaluate(
             if overfitting := loaded.info.get("overfitting"):
                 print(printable(overfitting_notice(overfitting, options.run)))
             print(printable(f"written: {out / 'evaluation.json'}, {out / 'samples.md'}"), flush=True)
+
+
+def measured_by(device: torch.device) -> dict[str, Any]:
+    """Return the versions and the hardware that decide the last digits of an evaluation in this process."""
+    return {"versions": versions("tokenizers", "sacrebleu"), **hardware(device)}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -77,6 +77,8 @@ launch=("$python" -m accelerate.commands.launch --config_file "$launcher_config"
   --num_machines "$NNODES" --machine_rank "$NODE_RANK" --num_processes $((NNODES * NPROC_PER_NODE))
   --main_process_ip "$MASTER_ADDR" --main_process_port "$MASTER_PORT" --max_restarts "$MAX_RESTARTS")
 if [[ "$engine" == zero* ]]; then
+  "$python" -c 'import importlib.util, sys; sys.exit(not importlib.util.find_spec("deepspeed"))' ||
+    fail "ENGINE: $engine needs DeepSpeed, mmldlm's extra deepspeed, which is not installed"
   launch+=(--deepspeed_multinode_launcher standard) # this script runs on each node: no ssh, no hostfile
 fi
 if [ "$engine" = fsdp2_hsdp ]; then

@@ -58,7 +58,7 @@ train() ( # BIN; a function whose working directory is its own
 report all features "$work/tools/bin/vermin" --no-tips --violations --target=3.10- --eval-annotations mmldlm
 for version in "${versions[@]}"; do
   report "$version" resolves "$work/tools/bin/uv" pip compile --quiet pyproject.toml --constraint constraints.txt \
-    --extra figures --extra demo --python-version "$version" \
+    --extra deepspeed --extra figures --extra demo --python-version "$version" \
     --python-platform x86_64-manylinux_2_28 "${binary[@]}" --output-file "$work/resolved"
   python="$(interpreter "$version")"
   if [ -z "$python" ]; then

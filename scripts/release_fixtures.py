@@ -142,7 +142,7 @@ def write_fixtures(folder: Path) -> None:
         os.chdir(folder)
         for name, stand_in in (
             ("mmldlm.config._absolute", lambda path: path),
-            ("mmldlm.trainer.startup_report.processor_name", lambda: "processor"),
+            ("mmldlm.utils.cpu.processor_name", lambda: "processor"),
             ("mmldlm.trainer.startup_report.memory_limits", lambda: {"host_memory_mib": 1024.0}),
         ):
             stack.enter_context(patch(name, stand_in))

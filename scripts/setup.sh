@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Make .venv in the project root and install mmldlm into it. Safe to run again: it does only what is missing.
 #
-#   bash scripts/setup.sh          what training, `mmldlm compare --figures` and `examples/demo.py` need
+#   bash scripts/setup.sh          what training under every engine, `mmldlm compare --figures` and `examples/demo.py` need
 #   bash scripts/setup.sh --dev    also what lint, types, tests and benchmarks need
 #
 # PYTHON=/path/to/python3 chooses the interpreter (3.10 or newer).
@@ -55,7 +55,7 @@ fi
 
 pip=(.venv/bin/python -m pip --disable-pip-version-check)
 say "installing mmldlm${dev:+ with the tools of tests and benchmarks} into .venv (a few minutes the first time)"
-"${pip[@]}" install --quiet --constraint constraints.txt --editable ".[figures,demo${dev:+,dev,docs,encoders,tables,trackio,bench}]" \
+"${pip[@]}" install --quiet --constraint constraints.txt --editable ".[figures,demo,deepspeed${dev:+,dev,docs,encoders,tables,trackio,bench}]" \
   | filtered \
   || fail "pip could not install the dependencies; its message is above"
 if [ -n "$dev" ]; then

@@ -129,4 +129,5 @@ def test_a_run_is_reported_on(folder: Path, capsys: pytest.CaptureFixture[str]) 
     assert "finished" in out and "8/8" in out and "run/config.yaml:" in out
     mmldlm_command("compare run --json")
     assert "validation/total" in json.loads(capsys.readouterr().out)["runs"]["run"]["metrics"]
+    mmldlm_command("verify bundle")
     mmldlm_command("export run again")

@@ -28,6 +28,7 @@ FORMAT = 2
 _ENTRIES = {"format": int, "step": int, "info": dict, "files": dict, "tensors": dict}
 _MAX_NAME_BYTES = 200
 _HASH_THREADS = 8
+_OF_TOOLS = (".git", ".gitattributes", ".gitignore", ".cache")
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         return _read(folder / MANIFEST)
     except (DataError, OSError):
         return {}
+
+
+def foreign_files(path: Path) -> Iterator[str]:
+    """Yield a line for each file in the folder of a checkpoint or bundle that is not in its manifest.
+
+    Files of git and of download tools do not count.
+    """
+    known = {MANIFEST, *read_manifest(path).get("files", ())}
+    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
+    for name in names:
+        if name not in known and name.partition("/")[0] not in _OF_TOOLS:
+            yield f"{path}: has a file that is not in its manifest, {name}"
 
 
 def check_name(name: str) -> None:

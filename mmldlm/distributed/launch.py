@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mmldlm.distributed.deepspeed_file import DeepSpeedFile, read_deepspeed
-from mmldlm.distributed.library_calls import PREFIXES, library_call
+from mmldlm.distributed.library_calls import PREFIXES, library_call, require_deepspeed
 from mmldlm.errors import ConfigError
 from mmldlm.settings.yaml import read_yaml
 
@@ -124,6 +124,7 @@ def read_launcher_env(
     local_world_size = _read_int(variables, "LOCAL_WORLD_SIZE", world_size) or 1
     engine, deepspeed = SINGLE if not launched else FSDP2 if use_fsdp else DDP, None
     if use_deepspeed:
+        require_deepspeed(file or "engine: a ZeRO engine")
         accelerates = {name: value for name, value in variables.items() if name.startswith(PREFIXES)}
         deepspeed = read_deepspeed(file, accelerates, world_size, local_world_size)
         engine = deepspeed.engine

@@ -7,12 +7,14 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from pydantic import ValidationError
 
 from mmldlm.errors import ConfigError
 from mmldlm.utils.short_repr import short_repr, truncate
+from mmldlm.utils.versions import check_versions, install_command
 
 # Set before DeepSpeed is imported, which would otherwise warn on every machine without a GPU.
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
@@ -65,3 +67,11 @@ def _message(error: Exception) -> str:
     else:
         text = " ".join(str(error).split()) or "refused"
     return truncate(text, MAX_MESSAGE_CHARS)
+
+
+def require_deepspeed(source: str) -> None:
+    """Raise `ConfigError` if DeepSpeed, which `source` needs, is not installed or too old."""
+    if find_spec("deepspeed") is None:
+        command = install_command("deepspeed")
+        raise ConfigError(f"{source}: needs DeepSpeed, mmldlm's extra deepspeed, which is not installed: {command}")
+    check_versions("deepspeed")

@@ -29,7 +29,7 @@ def provenance(
     run: LoadedRun,
     config: EvaluationConfig,
     modes: Sequence[Mode] | None = None,
-    sts: Path | None = None,
+    sts_sha256: str | None = None,
 ) -> dict[str, Any]:
     """Identify the results of `evaluate` with these arguments by hashes of weights, data and options.
 
@@ -39,7 +39,7 @@ def provenance(
         **asdict(config),
         "modes": list(modes or run.config.trained_modes),
         **{key: value for key, value in dump(run.config).items() if key in ("sampling", "precision", "attention")},
-        "sts": sha256(sts) if sts else None,
+        "sts": sts_sha256,
     }
     return {
         "step": run.step,
@@ -82,12 +82,14 @@ def evaluate(
         _ = run.encoder, evaluation.given_latents("mean")
         pairs = read_pairs(sts) if sts else []
         tokenize_sentences(evaluation, pairs)
+    pairs_hash = sha256(sts) if sts else None
     result: dict[str, Any] = {
-        **provenance(run, config, modes, sts),
+        **provenance(run, config, modes, pairs_hash),
         **asdict(config),
         "documents": len(evaluation.ids),
         "modes_trained": list(trained),
         "modes": list(modes),
+        **({"sts_sha256": pairs_hash} if sts else {}),
     }
     if "joint" in modes:
         result |= likelihood_of_text(evaluation)

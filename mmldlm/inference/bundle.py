@@ -15,12 +15,14 @@ A bundle has the form of a checkpoint, so the code that reads checkpoints also r
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from mmldlm import __version__
 from mmldlm.checkpoint.manifest import foreign, write_checkpoint_manifest
 from mmldlm.checkpoint.slices import SlicedTensor, TensorGroup, tensor_file_name
 from mmldlm.checkpoint.state import model_state, weights_hash
@@ -36,6 +38,7 @@ from mmldlm.utils.files import file_info, fsync, read_regular
 
 EVALUATION_NAME, CARD_NAME = "evaluation.json", "README.md"
 
+AGAIN = "`mmldlm verify PATH --data STORE` measures the values again, with the store whose hash is above."
 CARD = """\
 ---
 library_name: mmldlm
@@ -56,6 +59,8 @@ Trained modes: {modes}.
 | weights | {weights}, {parameters:,} parameters |
 | vocabulary, longest text | {vocab_size:,} tokens, {max_length} tokens |
 | latents | {latent_tokens} x {channels}, by the encoder {encoder} |
+| data | SHA-256 of the manifest of the store: {data} |
+| trained with | {versions} |
 
 ## Use
 
@@ -93,12 +98,16 @@ def write_bundle(run: LoadedRun, folder: Path, description: str = "") -> None:
     run.tokenizer.save(folder / "tokenizer")
     (folder / DESCRIPTION).mkdir(exist_ok=True)
     write_description(run.store, folder / DESCRIPTION)
-    info = {**run.info, "identity": identity(run.config, run.store), "weights": run.weights}
-    info["description"] = description = description or str(run.info.get("description", ""))
-    parameters = sum(tensor.numel for tensor in slices.values())
+    info = {
+        **run.info,
+        "identity": identity(run.config, run.store),
+        "weights": run.weights,
+        "exported_with": __version__,
+    }
+    info["description"] = description or str(run.info.get("description", ""))
     with foreign(run.folder / EVALUATION_NAME):
         evaluation = matching_evaluation(run)
-        card = _card(run, parameters, evaluation, description)
+        card = model_card(replace(run, info=info), evaluation)
     if evaluation is not None:
         _write_json(folder / EVALUATION_NAME, evaluation)
         names.append(EVALUATION_NAME)
@@ -129,24 +138,28 @@ def matching_evaluation(run: LoadedRun) -> dict[str, Any] | None:
     return evaluation if same else None
 
 
-def _card(run: LoadedRun, parameters: int, evaluation: dict[str, Any] | None, description: str) -> str:
+def model_card(run: LoadedRun, evaluation: Mapping[str, Any] | None) -> str:
+    """Return the model card of a bundle with these figures."""
+    assert isinstance(run.model, nn.Module)
     manifest = run.store.manifest
     figures = "Not measured: `mmldlm evaluate`, then export again."
     if evaluation is not None:
         lines = "\n".join(f"    {line}".rstrip() for line in table(evaluation).splitlines())
-        figures = f"Each value with its baselines, on documents of the split {evaluation['split']}:\n\n{lines}"
+        figures = f"Each value with its baselines, on documents of the split {evaluation['split']}. {AGAIN}\n\n{lines}"
     origin = run.info.get("init") or {}
     started = f", started from {origin['from']}, step {origin.get('step')}" if "from" in origin else ""
     return CARD.format(
         modes=", ".join(run.config.trained_modes),
-        description=f"{description.strip()}\n\n" if description else "",
+        description=f"{description.strip()}\n\n" if (description := run.info.get("description", "")) else "",
         weights=f"{run}{started}",
-        parameters=parameters,
+        parameters=sum(tensor.numel() for tensor in model_state(run.model).values()),
         vocab_size=manifest.vocab_size,
         max_length=manifest.max_length,
         latent_tokens=manifest.latent.tokens,
         channels=manifest.latent.channels,
         encoder=manifest.encoder["name"],
+        data=run.info.get("data_manifest", "unknown"),
+        versions=", ".join(" ".join(pair) for pair in run.info.get("versions", {}).items()) or "unknown versions",
         evaluation=figures,
     )
 

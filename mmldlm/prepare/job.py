@@ -29,7 +29,9 @@ from mmldlm.prepare.readers import python_docs
 from mmldlm.prepare.readers.latents import LatentFile
 from mmldlm.prepare.report import StageProgress, summary
 from mmldlm.utils.files import folder_around, fsync, naming, write_atomically
+from mmldlm.utils.printable import printable
 from mmldlm.utils.progress import print_status
+from mmldlm.utils.versions import install_command
 
 _PLAN, _RESULT = "plan.json", "result.json"
 
@@ -61,7 +63,11 @@ def make_plan(config: PrepareConfig) -> Plan:
     sources = describe_sources(inputs, config)
     if config.corpus:
         corpus_chunk = (("", Part(config.corpus, 0, 0)),)
-        return Plan(__version__, options, python_docs.sources(config.corpus) + sources, [corpus_chunk])
+        sources = python_docs.sources(config.corpus)
+        if absent := [source["package"] for source in sources if source["version"] is None]:
+            missing = f"{config.corpus}: has no sentences of {', '.join(absent)}, which are not installed"
+            print_status(printable(f"{missing}; {install_command('deepspeed')}"))
+        return Plan(__version__, options, sources, [corpus_chunk])
     return Plan(__version__, options, sources, list(make_chunks(inputs, sources, config)))
 
 

@@ -1,4 +1,4 @@
-"""`mmldlm verify FOLDER`: check that a run, or a single checkpoint, is what its records say.
+"""`mmldlm verify FOLDER`: check that a run, a checkpoint or a bundle (`verify_bundle.py`) is what its records say.
 
 A check by hashes takes seconds: the records have the config, the hashes of the data and of each checkpoint, and the
 gradient norm of every step. On request we also compute steps again and compare all numbers, which takes as long as it
@@ -19,7 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, read_manifest, verify_checkpoint
+from mmldlm.checkpoint.manifest import MANIFEST, Checkpoint, foreign_files, verify_checkpoint
 from mmldlm.config import CONFIG_NAME, RunConfig, diff_configs, load_config, split_arguments, with_absolute_paths
 from mmldlm.data.mixture import open_data
 from mmldlm.data.verify import verify_part
@@ -31,6 +31,7 @@ from mmldlm.tools.checkpoints import diff_checkpoints
 from mmldlm.tools.records import Record, check_record, read_json
 from mmldlm.tools.replay import RecordedRun, advance, replay
 from mmldlm.tools.runs import lock_was_released, read_exits
+from mmldlm.tools.verify_bundle import verify_bundle
 from mmldlm.trainer.branches import REWINDS_FILE
 from mmldlm.trainer.checkpointer import PROVENANCE
 from mmldlm.trainer.consistency import code_hash
@@ -235,13 +236,6 @@ def _changed_since(saved: Checkpoint, run: RecordedRun, start: Record) -> list[s
     return keys + diff_configs(*(dump(with_absolute_paths(config)) for config in configs))
 
 
-def foreign_files(path: Path) -> Iterator[str]:
-    """Yield a line for each file in a checkpoint's folder that is not in its manifest."""
-    known = {MANIFEST, *read_manifest(path).get("files", ())}
-    names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if not file.is_dir())
-    yield from (f"{path}: has a file that is not in its manifest, {name}" for name in names if name not in known)
-
-
 def _expected_checkpoints(run: RecordedRun) -> tuple[set[int], set[int]]:
     """Return the steps that must have been saved, and the steps whose checkpoints must still exist."""
     due, kept, losses, best = set[int](), set[int](), dict[int, float | None](), list[float]()
@@ -382,15 +376,25 @@ def _checkpoint_differences(recorded: Path, recomputed: Path) -> Iterator[Differ
 # --- command -------------------------------------------------------------------------------------------------------
 
 
+def _report(folder: Path, lines: Sequence[str], problems: Sequence[str]) -> int:
+    """Print lines, problems and the result, and return the exit code."""
+    found = [f"PROBLEM {problem}" for problem in problems[:MAX_PRINTED]]
+    result = f"{folder}: {f'{len(problems)} problems' if problems else 'verified'}"
+    print(*map(printable, [*lines, *found, result]), sep="\n")
+    return ExitCode.DATA if problems else ExitCode.DONE
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "mmldlm verify",
-        usage="%(prog)s RUN [--all | --from STEP --to STEP] [key.sub=value ...] | %(prog)s CHECKPOINT",
+        usage="%(prog)s RUN [--all | --from STEP --to STEP] [key.sub=value ...] | %(prog)s CHECKPOINT | "
+        "%(prog)s BUNDLE [--data STORE]",
         description="Check config, data and checkpoints of a run by their hashes, and compute its steps again; or "
-        "check one checkpoint, by its folder.",
+        "check one checkpoint; or check a bundle, and measure the figures of its model card again.",
         epilog="Settings such as data.path=NEW or train.micro_batch_size=8 apply to the steps that are computed again.",
     )
     parser.add_argument("arguments", nargs="+", metavar="FOLDER | key.sub=value")
+    parser.add_argument("--data", metavar="STORE", help="of a bundle: measure its figures again, on this data store")
     parser.add_argument("--all", action="store_true", help="compute all steps again")
     parser.add_argument("--from", type=int, dest="first", metavar="STEP", help="compute again from this step on")
     parser.add_argument("--to", type=int, dest="last", metavar="STEP", help="compute again up to this step")
@@ -404,20 +408,23 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `mmldlm verify`. Return 0, or 65 if anything differs from what the run has written."""
+    """Run `mmldlm verify`. Return 0, or 65 if anything differs from what run, checkpoint or bundle say."""
     options = _parser().parse_intermixed_args(argv)
     folders, overrides = split_arguments(options.arguments)
     if len(folders) != 1:
         raise UsageError(f"expected one folder, found {len(folders)}: {' '.join(folders) or 'none'}")
     folder, is_recomputed = Path(folders[0]), options.all or options.first is not None or options.last is not None
+    is_bundle = (folder / BUNDLE_CONFIG).is_file()
+    if is_recomputed and (folder / MANIFEST).is_file():
+        kind = "bundle" if is_bundle else "checkpoint"
+        raise UsageError(f"--all, --from, --to: expected a run folder, found the {kind} {folder}")
+    if options.data and not is_bundle:
+        raise UsageError(f"--data: expected a bundle of `mmldlm export`, found {folder}")
+    if is_bundle:
+        return _report(folder, *verify_bundle(folder, options.data))
     if (folder / MANIFEST).is_file():
-        if is_recomputed:
-            raise UsageError(f"--all, --from, --to: expected a run folder, found the checkpoint {folder}")
         verify_checkpoint(folder)
-        # Users may add files to a bundle.
-        foreign = [] if (folder / BUNDLE_CONFIG).is_file() else [*foreign_files(folder)]
-        print(*map(printable, foreign or [f"{folder}: verified"]), sep="\n")
-        return ExitCode.DATA if foreign else ExitCode.DONE
+        return _report(folder, [], [*foreign_files(folder)])
     launch = read_launcher_env(os.environ, None, options.accelerate_config)
     recorded = RecordedRun.read(folder, overrides)
     begin, end = recorded.starts[0]["step"] + 1, recorded.last_step
@@ -443,10 +450,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             problems += [f"recomputed {difference}" for difference in differences]
     if launch.rank:
         return ExitCode.DONE
-    lines += [f"PROBLEM {problem}" for problem in problems[:MAX_PRINTED]]
-    lines.append(f"{folder}: {f'{len(problems)} problems' if problems else 'verified'}")
-    print(*map(printable, lines), sep="\n")
-    return ExitCode.DATA if problems else ExitCode.DONE
+    return _report(folder, lines, problems)
 
 
 if __name__ == "__main__":

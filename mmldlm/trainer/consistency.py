@@ -39,12 +39,15 @@ def fingerprint(config: RunConfig, store: Store) -> dict[str, str]:
         **{f"config.{key}": v if isinstance(v, str) else json.dumps(v, sort_keys=True) for key, v in settings.items()},
         "data.manifest": store.identity,
         "data.tokenizer": str(store.manifest.tokenizer["sha256"]),
-        "version.python": platform.python_version(),
-        "version.mmldlm": mmldlm.__version__,
-        "version.code": code_hash(),
-        **{f"version.{name}": _version(name) for name in PACKAGES},
+        **{f"version.{name}": version for name, version in versions().items()},
         "git": revision(),
     }
+
+
+def versions(*more: str) -> dict[str, str]:
+    """Return the versions of Python, mmldlm, and the packages that change numbers, and of `more` packages."""
+    own = {"python": platform.python_version(), "mmldlm": mmldlm.__version__, "code": code_hash()}
+    return own | {name: _version(name) for name in (*PACKAGES, *more)}
 
 
 def compare_ranks(engine: Engine, config: RunConfig, store: Store) -> dict[str, str]:

@@ -25,6 +25,7 @@ from mmldlm.distributed.exit_files import clear_exit_files
 from mmldlm.distributed.flight_recorder import set_trace_folder
 from mmldlm.distributed.init import start_engine
 from mmldlm.distributed.launch import DDP, FSDP2, LauncherEnv
+from mmldlm.distributed.library_calls import require_deepspeed
 from mmldlm.distributed.notify import check_notify
 from mmldlm.distributed.optimizers import build_optimizer, check_device
 from mmldlm.errors import ConfigError
@@ -69,6 +70,8 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
     if not launch.rank:  # which alone notifies
         check_notify(config.log.notify)
     config.train.check_batches(launch.world_size)
+    if config.optim.name == "deepspeed_adam":
+        require_deepspeed("optim.name: deepspeed_adam")
     for feature in requested_features(config):
         check_supported(feature, launch.engine)
     check_device(config.optim, launch.offloads_optimizer, device_type)

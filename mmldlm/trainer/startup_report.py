@@ -35,7 +35,7 @@ from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.checkpointer import checkpoint_record
 from mmldlm.trainer.restore import RestoredRun
 from mmldlm.trainer.setup import Components
-from mmldlm.utils.cpu import choose_threads, processor_name, slowdown
+from mmldlm.utils.cpu import choose_threads, hardware, slowdown
 from mmldlm.utils.files import write_atomically
 
 TILE_ROWS = 128  # rows of FlashAttention's tiles, forward and backward, at the usual head width
@@ -89,9 +89,7 @@ def startup_report(
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "device": str(engine.device),
-        "name": torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else "cpu",
-        "processor": f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}",
-        "threads": torch.get_num_threads(),
+        **hardware(engine.device),
         "threads_reason": threads_reason,
         **memory_limits(),
     }

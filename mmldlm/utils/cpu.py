@@ -7,7 +7,7 @@ import platform
 import time
 import timeit
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -103,6 +103,15 @@ def processor_name() -> str:
         return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
+
+
+def hardware(device: torch.device) -> dict[str, Any]:
+    """Return what decides how this process rounds sums: its device, processor and threads."""
+    return {
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "processor": f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}",
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _usable_cpus() -> set[int]:

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
 
-def check_versions() -> None:
+def check_versions(extra: str = "") -> None:
     """Raise `ConfigError` if a package is too old. Otherwise it would end in a traceback, or change numbers."""
-    for problem in outdated(_requirements("")):
+    for problem in outdated(_requirements(extra)):
         raise ConfigError(problem)
 
 

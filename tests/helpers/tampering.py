@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from mmldlm.checkpoint.manifest import _seal
 from mmldlm.config import load_config
 from mmldlm.data.sampler import SampleOrder
 from mmldlm.data.store import Store
+from mmldlm.utils.files import sha256
+from tests.helpers.changed_checkpoints import replace_file
 
 Records = list[dict[str, Any]]
 # Changes the folder `run`, whose data are in `store`; returns what the report must name.
@@ -233,13 +234,8 @@ def change_state(run: Path, store: Path, rng: random.Random) -> str:
 
 
 def _reseal(folder: Path, path: Path) -> str:
-    manifest = json.loads((folder / "manifest.json").read_text())
-    content = path.read_bytes()
-    manifest["files"][path.name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    del manifest["sha256"]
-    sealed = _seal(manifest)
-    (folder / "manifest.json").write_bytes(sealed)
-    return hashlib.sha256(sealed).hexdigest()
+    replace_file(folder, path.name, path.read_bytes())
+    return sha256(folder / "manifest.json")
 
 
 def swap_checkpoints(run: Path, store: Path, rng: random.Random) -> str:

@@ -28,6 +28,7 @@ from mmldlm.inference.model import Model, Samples
 from mmldlm.loading.load import LoadedRun
 from mmldlm.utils.files import file_info
 from tests.helpers.paths import ROOT
+from tests.helpers.ports import free_port
 from tests.helpers.user_errors import assert_user_error
 
 TEXTS = ["The rose of soil and water.", "The wave."]
@@ -44,6 +45,14 @@ def folder_bytes(folder: Path) -> dict[str, bytes]:
 
 def same(a: Samples, b: Samples) -> bool:
     return a.texts == b.texts and a.tokens == b.tokens and a.latents.tobytes() == b.latents.tobytes()
+
+
+def run_python(*arguments: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=cwd, check=False)
+    assert result.returncode == 0, result.stderr
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -355,10 +364,7 @@ print(samples.texts)
 
 
 def test_a_bundle_loads_with_four_packages(bundle: Path, model: Model) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", BARE + BARE_LIBRARY, str(bundle)]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=bundle, check=False)
-    assert result.returncode == 0, result.stderr
+    result = run_python("-c", BARE + BARE_LIBRARY, bundle, cwd=bundle)
     assert result.stdout.strip() == str(model.sample(texts=TEXTS, mode="l2t", count=2).texts)
 
 
@@ -374,6 +380,36 @@ try:
 except mmldlm.errors.UsageError as error:
     print(error)
 """
+
+
+SHARDED = """
+import sys
+
+import mmldlm
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group('gloo')
+model = mmldlm.load(bundle := sys.argv[1], 'cpu').run.model
+[torch.nn.init.zeros_(parameter) for parameter in model.parameters()]
+fully_shard(model, mesh=dist.device_mesh.init_device_mesh('cpu', (dist.get_world_size(),)))
+state = model.state_dict()
+dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(bundle))
+for name, tensor in load_file(f'{bundle}/model.safetensors').items():
+    assert torch.equal(state[name].full_tensor(), tensor), name
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_distributed_checkpoints_read_it(bundle: Path, tmp_path: Path, processes: int) -> None:
+    """Plain torch.distributed.checkpoint reads the weights into a model, sharded among the processes."""
+    script = tmp_path / "sharded.py"
+    script.write_text(SHARDED)
+    launch = ["-m", "torch.distributed.run", "--nproc_per_node", processes, "--master_port", free_port()]
+    run_python(*launch, script, bundle)
 
 
 def test_a_bundle_that_takes_other_vectors_is_refused(bundle: Path, tmp_path: Path) -> None:
@@ -402,10 +438,7 @@ def test_sample_works_with_four_packages(
     ]
     status = [cli.main(shlex.split(command)) for command in commands]
     expected = capsys.readouterr()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    bare = [sys.executable, "-c", BARE + BARE_COMMANDS, *commands, f"sample {evaluated_dir} --mode joint"]
-    result = subprocess.run(bare, capture_output=True, text=True, env=environment, check=False)
-    assert result.returncode == 0, result.stderr
+    result = run_python("-c", BARE + BARE_COMMANDS, *commands, f"sample {evaluated_dir} --mode joint")
     assert status == [0, 0, 0, 0, 64]
     codes = [line for line in result.stdout.splitlines() if line in ("0", "2", "64")]
     assert codes == [*map(str, status), "2"]

@@ -13,6 +13,7 @@ import pytest
 
 from mmldlm.utils.versions import install_command
 from tests.helpers.paths import ROOT
+from tests.helpers.user_errors import assert_user_error
 
 tomllib = pytest.importorskip("tomllib", reason="Python 3.11")
 
@@ -45,6 +46,13 @@ def test_a_version_out_of_range_is_one_line(command: tuple[str, ...], tmp_path: 
     assert result.stderr == (
         "mmldlm: error: accelerate: found version 1.10.0, expected >=1.12; pip install 'accelerate>=1.12'\n"
     )
+
+
+def test_a_version_of_an_extra_is_refused_where_it_is_needed(tiny_config: Path, tmp_path: Path) -> None:
+    install(tmp_path, "mmldlm", "0.1.0", 'deepspeed>=0.19.8; extra == "deepspeed"')
+    install(tmp_path, "deepspeed", "0.18.0")
+    result = run(tmp_path, "mmldlm.train", tiny_config, "optim.name=deepspeed_adam")
+    assert_user_error(result, 64, "deepspeed: found version 0.18.0, expected >=0.19.8")
 
 
 def test_other_versions_are_not_refused(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ from mmldlm.prepare.documents import Document
 PYTHON_DOCS, SIMPLE_DOCS = CORPORA = ("python-docs", "simple-docs")
 EXTRACTION_VERSION = 1  # recorded in stores. Increment it when the rules below change
 
-# Distribution by import name, in the order of reading. The list is fixed and contains only required dependencies, so
-# that extras and other packages of the environment do not change the corpus.
+# Distribution by import name, in the order of reading. The list is fixed: what `scripts/setup.sh` installs without
+# options, so that other packages of the environment do not change the corpus.
 _MODULES = (
     "torch numpy accelerate deepspeed huggingface_hub tokenizers safetensors tensorboard sacrebleu tqdm yaml networkx "
     "jinja2 fsspec filelock packaging werkzeug markdown PIL absl pydantic einops psutil"
