@@ -87,7 +87,9 @@ def joint_metrics(evaluation: Evaluation) -> dict[str, Any]:
     metrics |= frechet_metrics(evaluation, latents)
     evaluation.progress.phase("re-encoding of the generated texts")
     encoded = evaluation.encode(texts[""])
-    for suffix, standardized in (("_drawn", generated.latents), ("", latents)):
+    # If the text comes first, no latent is drawn before it.
+    drawn = [("_drawn", generated.latents)] * (sampling.joint_order != "text_first")
+    for suffix, standardized in (*drawn, ("", latents)):
         raw = run.store.restore(standardized)
         measured = reencoding_metrics(encoded, raw)
         other = reencoding_metrics(encoded, np.roll(raw, 1, axis=0))["reencoded_cosine"]
