@@ -126,18 +126,15 @@ class LogConfig:
     figure_samples: int = setting(32, "held-out samples for each figure", at_least=2, at_most=4096)
     notify: str = setting(
         "",
-        "env:NAME, where the environment variable NAME begins with MMLDLM_NOTIFY and has a URL or a command that gets "
-        "a small JSON when the run ends: finished, overfitted, stopped, failed, diverged, peer_lost or interrupted; "
-        "empty: none",
-        advice="The URL of a webhook is a secret, and so it is not in the config, of which every run has copies",
+        "env:NAME, an environment variable MMLDLM_NOTIFY... with a URL or command that gets a small JSON when the run "
+        "ends: finished, overfitted, stopped, failed, diverged, peer_lost or interrupted; empty: none",
+        advice="The URL of a webhook is a secret, and every run has copies of the config",
     )
 
     def __post_init__(self) -> None:
         if self.notify and not re.fullmatch(r"env:MMLDLM_NOTIFY[A-Z0-9_]*", self.notify):
-            raise ValueError(
-                "notify: expected env:NAME, where the environment variable NAME begins with MMLDLM_NOTIFY and has the "
-                "URL or command, found something else (not shown, because a URL may be a secret)"
-            )
+            expected = "env:NAME of an environment variable MMLDLM_NOTIFY... that has the URL or command"
+            raise ValueError(f"notify: expected {expected}, found something else, which may be a secret")
 
 
 @dataclass(frozen=True)

@@ -294,12 +294,11 @@ class Split:
         means = [source.manifest.mean_weight for source in self.sources]
         if not any(means):
             return None
-        shard_of, weights = self.shard_of(indices), np.ones(len(indices), np.float32)
-        places = zip(shard_of.tolist(), (indices - self.shard_starts[shard_of]).tolist(), strict=True)
-        for sample, ((shard, row), source) in enumerate(zip(places, self.source_of(indices).tolist(), strict=True)):
-            if mean := means[source]:
-                weights[sample] = self.shards[shard].weights[row] / mean
-        return weights
+        shards, sources = self.shard_of(indices), self.source_of(indices)
+        places = zip(shards.tolist(), (indices - self.shard_starts[shards]).tolist(), sources.tolist(), strict=True)
+        return np.array(
+            [self.shards[s].weights[r] / mean if (mean := means[of]) else 1 for s, r, of in places], np.float32
+        )
 
     def samples(self, indices: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray], np.ndarray]:
         """Return prefixes (each with the token that ends it), texts, and latents of `indices` [n]. See `gather`."""

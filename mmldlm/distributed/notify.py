@@ -33,12 +33,8 @@ EVENTS: Mapping[int, str] = {
 
 def check_notify(setting: str) -> None:
     """Raise `ConfigError` if the variable that `log.notify` names is empty."""
-    if setting and not _target(setting):
+    if setting and not os.environ.get(setting.removeprefix("env:"), "").strip():
         raise ConfigError(f"log.notify: {setting}: the variable is not set, expected a command or a URL in it")
-
-
-def _target(setting: str) -> str:
-    return os.environ.get(setting.removeprefix("env:"), "").strip()
 
 
 class Notifier:
@@ -57,7 +53,7 @@ class Notifier:
 
     def start(self, step: int, code: int, cause: str) -> None:
         """Begin to send that the run ends with an exit code, unless an end has been sent already."""
-        target = _target(self._setting) if self._setting else ""
+        target = os.environ.get(self._setting.removeprefix("env:"), "").strip()
         if not target or self._thread is not None:
             return
         event, detail = EVENTS.get(code, "failed"), f": exit code {code}: {cause}" if code else ""
@@ -79,6 +75,8 @@ class Notifier:
     def _send(self, target: str, values: Mapping[str, Any]) -> None:
         try:
             self._problem = _deliver(target, values)
+        except HTTPError as error:
+            self._problem = f"the server answers {error.code}"
         except Exception as error:  # of any type. Its message may have the URL
             self._problem = type(error.reason if isinstance(error, URLError) else error).__name__
 
@@ -87,11 +85,7 @@ def _deliver(target: str, values: Mapping[str, Any]) -> str:
     """Send to a command or URL. Return what went wrong, without the target, or ""."""
     content = json.dumps(values).encode()
     if re.match(r"https?://", target):
-        request = Request(target, content, {"Content-Type": "application/json"})
-        try:
-            urlopen(request, timeout=TIMEOUT_S).close()
-        except HTTPError as error:
-            return f"the server answers {error.code}"
+        urlopen(Request(target, content, {"Content-Type": "application/json"}), timeout=TIMEOUT_S).close()
         return ""
     variables = {"MMLDLM_EVENT": str(values["event"]), "MMLDLM_TEXT": str(values["text"])}
     result = subprocess.run(
