@@ -14,6 +14,7 @@ BENCHMARKS = {  # module, function and description by name
     "memory": ("memory", "main", "the dry run's estimate of memory against what a run takes"),
     "learning": ("learning", "main", "what the quickstart learns, over seeds, against bars that it must pass"),
     "meaning": ("meaning", "main", "which encoders know what sentences mean the same, beside TF-IDF"),
+    "generation": ("generation", "main", "what texts gain by the search, and lose with rounded, cut or noised latents"),
     "decoder": ("decoder", "main", "an autoregressive decoder beside our network, and over reads of the corpus"),
     "pages": ("pages", "main", "write the results into the tables of README.md and docs/; measures nothing"),
 }

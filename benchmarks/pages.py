@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import answered, decoder, gpu_bars, meaning, real_run, results_figure
+from benchmarks import decoder, generation, gpu_bars, meaning, real_run, results_figure
 from benchmarks.common.report import RESULTS, ROOT, markdown, read_result
 from benchmarks.learning import learning_blocks
 
@@ -22,7 +22,7 @@ _MAKERS = {
     "meaning": meaning.meaning_blocks,
     "real_run": real_run.blocks,
     "decoder": decoder.blocks,
-    "search": answered.search_blocks,
+    "generation": generation.blocks,
 }
 
 
