@@ -63,11 +63,11 @@ def make_plan(config: PrepareConfig) -> Plan:
     sources = describe_sources(inputs, config)
     if config.corpus:
         corpus_chunk = (("", Part(config.corpus, 0, 0)),)
-        sources = python_docs.sources(config.corpus)
-        if absent := [source["package"] for source in sources if source["version"] is None]:
+        packages = python_docs.sources(config.corpus)
+        if absent := [source["package"] for source in packages if source["version"] is None]:
             missing = f"{config.corpus}: has no sentences of {', '.join(absent)}, which are not installed"
             print_status(printable(f"{missing}; {install_command('deepspeed')}"))
-        return Plan(__version__, options, sources, [corpus_chunk])
+        return Plan(__version__, options, packages + sources, [corpus_chunk])
     return Plan(__version__, options, sources, list(make_chunks(inputs, sources, config)))
 
 

@@ -14,6 +14,7 @@ from mmldlm import train
 from mmldlm.batch import Batch
 from mmldlm.data import store as mapped
 from mmldlm.data.loader import DataConfig, Loader
+from mmldlm.data.manifest import KINDS
 from mmldlm.data.store import Shard, Store
 from mmldlm.data.verify import verify_part
 from mmldlm.errors import DataError
@@ -34,7 +35,7 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def mapped_of(store: Store) -> int:
     """Arrays of the training split that are mapped now."""
-    return sum(len(mapped.KINDS & vars(shard).keys()) for shard in store.split("train").shards)
+    return sum(len(KINDS & vars(shard).keys()) for shard in store.split("train").shards)
 
 
 def first_steps(store: Store, stop: int = 3) -> list[Batch]:
@@ -118,6 +119,6 @@ def test_invalid_offsets_are_named_when_read(tmp_path: Path, workers: int) -> No
 def test_shards_are_mapped_on_demand(many: Path) -> None:
     split = Store.open(many).split("train")
     shard = split.shards[1234]
-    assert isinstance(shard, Shard) and not mapped.KINDS & vars(shard).keys()
+    assert isinstance(shard, Shard) and not KINDS & vars(shard).keys()
     split.gather(np.array([4 * 1234]))
-    assert mapped.KINDS & vars(shard).keys() == {"tokens", "offsets", "latents"}
+    assert KINDS & vars(shard).keys() == {"tokens", "offsets", "latents"}

@@ -16,11 +16,11 @@ _collate = loader.collate
 began: list[float] = []  # at which a micro-batch was read, one a step
 
 
-def collate(*arguments: Any) -> Any:
+def collate(*arguments: Any, **options: Any) -> Any:
     began.append(time.monotonic())
     if len(began) > STEP:
         time.sleep(4 * statistics.median(later - earlier for earlier, later in pairwise(began[:STEP])))
-    return _collate(*arguments)
+    return _collate(*arguments, **options)
 
 
 loader.collate = collate
