@@ -18,6 +18,7 @@ REACH = 4  # tokens that a token can move at once
 PROPOSED = 4  # tokens that the network proposes for a place
 COMBINED = 6  # edits of a text that a round can make together
 PERFECT = 1 - 1e-6  # a text that fits at least as well is left alone
+FOUND = 0.93  # a search that gets no nearer has collected words of a latent that no text has, and is given up
 
 Edit = tuple[int, int, tuple[int, ...]]  # the tokens from the first place to before the second become these
 # Returns float64 [k], at most 1: how well texts, given as tokens, fit the latents with the given numbers.
@@ -37,7 +38,8 @@ def search(
 ) -> list[list[int]]:
     """Return a text for each of n latents that fits at least as well as the given text.
 
-    The search for a text ends when the text is perfect, or no edit makes it better.
+    The search for a text ends when the text is perfect, or no edit makes it better. If the text then fits less than
+    `FOUND`, the given text is returned.
 
     Args:
         texts: n texts, as tokens.
@@ -66,7 +68,7 @@ def search(
             if score > scores[number] and len(text) <= max_length:
                 best[number], scores[number] = text, score
         improved = [number for number in improved if scores[number] < PERFECT]
-    return best
+    return [text if score >= FOUND else given for text, score, given in zip(best, scores, texts, strict=True)]
 
 
 def _tried_edits(

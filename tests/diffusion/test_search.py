@@ -62,6 +62,26 @@ def found(
     return made
 
 
+@pytest.fixture(autouse=True)
+def keep_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mmldlm.diffusion.search.FOUND", 0.0)
+
+
+def test_a_search_that_finds_nothing_near_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text 0 becomes better, but not good, and text 1 becomes right."""
+
+    def fit(texts: list[list[int]], numbers: Sequence[int]) -> Tensor:
+        most = [1.0 if number else 0.5 for number in numbers]
+        fits = [best - 0.1 * (len(text) - 1) if text else torch.nan for best, text in zip(most, texts, strict=True)]
+        return torch.tensor(fits, dtype=torch.float64)
+
+    start = [[1, 2, 3], [4, 5]]
+    arguments = start, 9, fit, Proposals([[], []]), MASK, LONGEST
+    assert [len(text) for text in search(*arguments)] == [1, 1]
+    monkeypatch.setattr("mmldlm.diffusion.search.FOUND", 0.93)
+    assert [len(text) for text in search(*arguments)] == [3, 1] and search(*arguments)[0] == start[0]
+
+
 def test_each_round_fits_better_until_the_text_is_right() -> None:
     fits = [fit_to(TRUE, found(rounds), range(len(TRUE))) for rounds in range(6)]
     assert found(0) == START
