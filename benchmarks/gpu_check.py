@@ -439,7 +439,7 @@ def ladder(options: Options) -> Result:
 def memory(options: Options) -> Result:
     """Compare estimates of memory with the allocated memory."""
     store = SHAPES["tiny" if options.tiny else "gpu"].store(options.stores, "documents")
-    settings = {"256 x 4, one step": SETTINGS["256 x 4, one step"]} if options.tiny else GPU_SETTINGS
+    settings = {"256 x 4": SETTINGS["256 x 4"]} if options.tiny else GPU_SETTINGS
     table: Result = {"settings": {}}
     for name, given in settings.items():
         if left() < MIN_RUN_S:
