@@ -20,15 +20,14 @@ import numpy as np
 import torch
 
 from benchmarks.common.report import RESULTS, circumstances, markdown, plain_parser, print_status, write_json
+from benchmarks.decoder import bits
 from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import reencoding_metrics, reference_metrics
 from mmldlm.evaluation.likelihood import confidence_nats, text_bound
-from mmldlm.evaluation.statistics import BITS, with_interval
 from mmldlm.loading.load import load_run
-from mmldlm.utils.intervals import ratio_of_sums
 
 ROUNDS = (1, 2, 4, 32)
 WITHOUT = "without search"
@@ -101,11 +100,11 @@ def texts(evaluation: Evaluation, sampling: SamplingConfig) -> dict[str, Any]:
     }
 
 
-def bits(evaluation: Evaluation) -> dict[str, Any]:
+def bits_of_latents(evaluation: Evaluation) -> dict[str, Any]:
     """Return the bits of a token given the latents, with the length."""
     longest = evaluation.run.store.manifest.max_length
     nats = confidence_nats(evaluation, "own", longest) + text_bound(evaluation, "own").length.mean(0)
-    return with_interval("bits_per_token", ratio_of_sums(nats, evaluation.lengths.astype(np.float64)) * BITS)
+    return bits("bits_per_token", nats, evaluation.lengths)
 
 
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:
@@ -159,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         evaluation.raw_latents = change(raw)
         evaluation.latents["own"] = run.store.standardize(evaluation.raw_latents)
         found = {WITHOUT: texts(evaluation, without), "search": texts(evaluation, default)}
-        latents[name] = bits(evaluation) | found
+        latents[name] = bits_of_latents(evaluation) | found
         print_status(f"latents {name}: {latents[name]['bits_per_token']:.2f} bits a token")
     result = {**circumstances(torch.device("cpu")), "data": run.store.identity, "step": run.step}
     result |= {"settings": settings, "latents": latents}

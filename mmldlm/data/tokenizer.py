@@ -135,6 +135,11 @@ class Tokenizer:
         with _reporting_unknown_characters():
             return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
+    def encode_prefixes(self, prefixes: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each prefix, with its end token. A prefix of white space becomes []."""
+        encoded = self.encode_batch([prefix.strip() for prefix in prefixes])
+        return [[*ids, self.pad_id] if ids else [] for ids in encoded]
+
     def encode_each(self, texts: Sequence[str]) -> list[list[int] | DataError]:
         """Return the ids of each text, or a `DataError` in its place if the vocabulary cannot spell it."""
         try:

@@ -139,7 +139,7 @@ class SamplingConfig:
             return self.temperature
         if count == 1 and self._is_determined(mode, latent_tokens):
             return 0.0
-        return ALONE_TEMPERATURE if mode == "joint" and self.joint_order == "text_first" else DRAW_TEMPERATURE
+        return ALONE_TEMPERATURE if self.writes_alone(mode) else DRAW_TEMPERATURE
 
     def resolve_decoding(self, mode: Mode, latent_tokens: int) -> TextDecoding:
         """Return the decoding of a mode for latents of `latent_tokens` tokens.
@@ -150,6 +150,10 @@ class SamplingConfig:
         if self.decoding != "auto":
             return self.decoding
         return "confidence" if self._is_determined(mode, latent_tokens) and not self.remask else "ancestral"
+
+    def writes_alone(self, mode: Mode) -> bool:
+        """Return whether a mode writes texts without a latent, which stays noise meanwhile."""
+        return mode == "joint" and self.joint_order == "text_first"
 
     def _is_determined(self, mode: Mode, latent_tokens: int) -> bool:
         """Return whether the latent determines the text. In joint it must come first and have several tokens."""
@@ -221,7 +225,7 @@ class Sampler:
             temperature = config.resolve_temperature("joint", latents.shape[1])
             stages = [("t2l", config), ("l2t", replace(config, decoding=decoding, temperature=temperature))]
             stages += [("t2l", given_text)] if config.joint_latents == "of_text" else []
-        elif mode == "joint" and config.joint_order == "text_first":
+        elif config.writes_alone(mode):
             stages = [("joint", config), ("t2l", given_text)]
         log_p, passes = torch.full((len(start),), math.nan, dtype=torch.float64), 0
         for stage, settings in stages:
@@ -254,7 +258,7 @@ class Sampler:
         grid = torch.linspace(1, 0, config.steps + 1).tolist()
         # We draw noise in every mode: generated latents start from it, and it is the null condition of l2t guidance.
         noise = draw_normal(generator, latents.shape).to(device)
-        is_alone = mode == "joint" and config.joint_order == "text_first"  # the latent stays noise
+        is_alone = config.writes_alone(mode)
         generates_text, generates_latent = mode != "t2l", mode != "l2t" and not is_alone
         z = latents if mode == "l2t" else latent.prior(noise)
         temperature = config.resolve_temperature(mode, latents.shape[1])
@@ -364,6 +368,7 @@ class Sampler:
             logits, *_ = self.model(tokens, given, fraction, torch.zeros_like(fraction), layout, positions, None)
             if self.words is not None and self.config.doubled_words == "avoid":
                 logits = without_neighbors(logits, tokens, positions, layout, self.words)
+            # The pass of a rank without texts has one row that nobody asked for.
             found |= zip(rows, logits.topk(min(count, logits.shape[1])).indices.tolist(), strict=False)
         return [found[row] for row in range(len(texts))]
 

@@ -223,10 +223,10 @@ class Evaluation:
         texts, passes = np.zeros((count, 1 + longest)), 0.0
         sampler = run.sampler(sampling, every_step=self._every_step)
         fit, rounds = None, 0
-        if chooser not in (None, "likelihood"):
-            by_encoder = chooser == "encoder"
-            fit = run.fit(sampling) if by_encoder else run.fit_by_network(sampling, self._every_step)
-            rounds = run.search_rounds(sampling) if by_encoder else 0
+        if chooser == "encoder":
+            fit, rounds = run.fit(sampling), run.search_rounds(sampling)
+        elif chooser not in (None, "likelihood"):
+            fit = run.fit_by_network(sampling, self._every_step)
         other = torch.from_numpy(self.latents["shuffled"]) if chooser == "network_shuffled" else None
         for counted, slots in self._track(self._local_slots(lengths)):
             streams, rows = SampleStreams(self.config.seed, MODES.index(mode), torch.from_numpy(slots)), slots.tolist()

@@ -46,10 +46,8 @@ def read_prompts(config: RunConfig, store: Store) -> Prompts | None:
 
 def prompt_samples(run: LoadedRun, processes: Collectives, prompts: Prompts) -> list[dict[str, str]]:
     """Return a row for each prompt, with the text generated from its latent (collective). Noise is always the same."""
-    tokenizer, end = run.tokenizer, run.store.manifest.pad_id
     sampling = replace(cap_steps(run.config.sampling, run.store.manifest.max_length), tried_lengths=1)
-    encoded = tokenizer.encode_batch([line.prefix for line in prompts.lines])
-    prefixes = [[*ids, end] if ids else [] for ids in encoded]
+    prefixes = run.tokenizer.encode_prefixes([line.prefix for line in prompts.lines])
     start = [[run.objective.text.mask_id]] * len(prefixes)  # only their number matters
     evaluation = small_evaluation(run, 1, processes)
     tokens = evaluation.generate_from("l2t", start, prefixes, prompts.latents, sampling, "likelihood").tokens

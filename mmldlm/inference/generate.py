@@ -144,8 +144,7 @@ def prefix_tokens(run: LoadedRun, prefixes: Sequence[str], count: int) -> list[l
         notice(str(run.folder), f"{run.folder}: its texts follow a prefix, but none was given")
     if len(prefixes) not in (1, count):
         raise UsageError(f"prefix: expected one, or one for each of {count} conditions, found {len(prefixes)}")
-    end, ids = run.store.manifest.pad_id, run.tokenizer.encode_batch([prefix.strip() for prefix in prefixes])
-    tokens = [[*each, end] if each else [] for each in ids]
+    tokens = run.tokenizer.encode_prefixes(prefixes)
     return tokens if len(tokens) == count else tokens * count
 
 

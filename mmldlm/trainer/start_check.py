@@ -243,21 +243,23 @@ def check_init(config: RunConfig, store: Store) -> list[Finding]:
     return [ok("init", "; ".join(line.strip() for line in start.notes))]
 
 
-def check_disk(config: RunConfig, store: Store | None) -> Finding:
-    """Check the disk at run.dir: it needs room for as many checkpoints as the run keeps at once, and at least 1 GiB."""
+def check_disk(config: RunConfig, checkpoint_mib: float) -> Finding:
+    """Check the disk at run.dir: it needs room for as many checkpoints as the run keeps at once, and at least 1 GiB.
+
+    A checkpoint has `checkpoint_mib`, or 0 if its size is unknown.
+    """
     folder = Path(config.run.dir)
     existing = next(path for path in [folder, *folder.resolve().parents] if path.exists())
     free = shutil.disk_usage(existing).free
     needed, reason = float(_MIN_FREE_GIB * _GIB), "records and logs"
-    if store is not None:
-        # One more than the run keeps: it removes an old checkpoint only after a new one is complete.
-        count = config.checkpoint.retention.max_checkpoints(config.train.steps) + 1
-        checkpoints = count * estimate(config, store, 1).checkpoint_mib * MIB
-        with suppress(OSError):  # a run that is training may remove some meanwhile
-            # Checkpoints of an earlier start count among the kept ones, and already take their space.
-            checkpoints -= sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))
-        if checkpoints > needed:
-            needed, reason = checkpoints, f"{count} checkpoints"
+    # One more than the run keeps: it removes an old checkpoint only after a new one is complete.
+    count = config.checkpoint.retention.max_checkpoints(config.train.steps) + 1
+    checkpoints = count * checkpoint_mib * MIB
+    with suppress(OSError):  # a run that is training may remove some meanwhile
+        # Checkpoints of an earlier start count among the kept ones, and already take their space.
+        checkpoints -= sum(file.stat().st_size for file in (folder / "checkpoints").glob("step-*/*"))
+    if checkpoints > needed:
+        needed, reason = checkpoints, f"{count} checkpoints"
     result = f"{free / _GIB:,.1f} GiB free at {folder}, {needed / _GIB:,.1f} needed for {reason}"
     if free < needed:
         return fail("disk", result, "free some, set run.dir to another disk, or lower checkpoint.keep_last")
@@ -265,7 +267,7 @@ def check_disk(config: RunConfig, store: Store | None) -> Finding:
 
 
 def check_folder(run_dir: Path, checkpoint_mib: float = 0.0) -> Finding:
-    """Check that files can be written to run.dir, and how fast, without leaving one behind."""
+    """Check that files can be written to run.dir, and fast enough for a checkpoint, without leaving one behind."""
     name, path, block = "run.dir", temporary_name(run_dir / "speed"), os.urandom(MIB)
     try:
         with writable_run_folder(run_dir):
@@ -331,7 +333,7 @@ def check_run(
     if store is not None:
         findings += check_init(config, store)
     checkpoint_mib = 0.0 if store is None else estimate(config, store, 1).checkpoint_mib
-    return [*findings, check_disk(config, store), check_folder(Path(config.run.dir), checkpoint_mib)]
+    return [*findings, check_disk(config, checkpoint_mib), check_folder(Path(config.run.dir), checkpoint_mib)]
 
 
 def check_start(config: RunConfig, launch: LauncherEnv) -> None:

@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from mmldlm import cli, train
-from mmldlm.config import load_config, resolve_precision
+from mmldlm.config import RunConfig, load_config, resolve_precision
 from mmldlm.data.store import Store
 from mmldlm.errors import ExitCode
 from mmldlm.model.mmdit import count_parameters
+from mmldlm.trainer.memory import estimate
 from mmldlm.trainer.start_check import (
+    Finding,
     check_attention,
     check_cores,
     check_disk,
@@ -179,13 +181,17 @@ def test_problems_of_a_config_are_findings(capsys: pytest.CaptureFixture[str]) -
     assert "did you mean 'optim.lr'?" in capsys.readouterr().out
 
 
+def disk_of(config: RunConfig, store: Store) -> Finding:
+    return check_disk(config, estimate(config, store, 1).checkpoint_mib)
+
+
 def test_full_disk(tiny_config: Path, tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mmldlm.trainer.start_check._MIN_FREE_GIB", 0.001)
     with small_disk(tmp_path / "disk", mib=16) as disk:
         config, store = load_config(tiny_config, [f"run.dir={disk / 'run'}"]), Store.open(tiny_store)
-        assert check_disk(config, store).status == "ok"  # room for the checkpoints of a tiny network
+        assert disk_of(config, store).status == "ok"  # room for the checkpoints of a tiny network
         (disk / "ballast").write_bytes(bytes(15 << 20))
-        result = check_disk(config, store)
+        result = disk_of(config, store)
     assert (result.status, result.exit_code) == ("fail", 64)
     assert result.found.startswith(f"0.0 GiB free at {disk / 'run'}, ")
 
@@ -193,18 +199,18 @@ def test_full_disk(tiny_config: Path, tiny_store: Path, tmp_path: Path, monkeypa
 def test_disk_space_of_checkpoints_follows_the_network(tiny_config: Path, tiny_store: Path, tmp_path: Path) -> None:
     config, store = load_config(tiny_config), Store.open(tiny_store)
     parameters = sum(count_parameters(build_model(config, store.manifest)).values())
-    assert check_disk(config, store).status == "ok"
+    assert disk_of(config, store).status == "ok"
     many = load_config(tiny_config, ["checkpoint.keep_last=999999999"])
-    result = check_disk(many, store)
+    result = disk_of(many, store)
     assert result.status == "fail"
     assert f"{1e9 * parameters * 12 / 2**30:,.1f} needed for 1000000000 checkpoints" in result.found
     with_ema = load_config(tiny_config, ["checkpoint.keep_last=999999999", "ema.decay=0.9"])
-    assert f"{1e9 * parameters * 16 / 2**30:,.1f} needed" in check_disk(with_ema, store).found
+    assert f"{1e9 * parameters * 16 / 2**30:,.1f} needed" in disk_of(with_ema, store).found
     # What is there already needs no more room.
     saved = tmp_path / "run" / "checkpoints" / "step-00000004" / "model.safetensors"
     saved.parent.mkdir(parents=True)
     os.truncate(os.open(saved, os.O_WRONLY | os.O_CREAT), 2**40)
-    assert f"{1e9 * parameters * 12 / 2**30 - 1024:,.1f} needed" in check_disk(many, store).found
+    assert f"{1e9 * parameters * 12 / 2**30 - 1024:,.1f} needed" in disk_of(many, store).found
 
 
 @pytest.mark.quick
