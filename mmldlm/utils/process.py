@@ -47,7 +47,8 @@ def start_process(outlives_terminal: bool) -> None:
             buffer = io.BufferedWriter(_LossyStream(number, "w", closefd=False))
             setattr(sys, name, io.TextIOWrapper(buffer, **options))
     if _LAUNCHER_VARIABLES & os.environ.keys() and hasattr(os, "pidfd_open"):
-        threading.Thread(target=_stop_with_launcher, daemon=True).start()
+        # The parent is read here: once the thread runs, it may have ended and another one may have taken its place.
+        threading.Thread(target=_stop_with_launcher, args=(os.getppid(),), daemon=True).start()
 
 
 def start_rank() -> None:
@@ -68,8 +69,11 @@ class _LossyStream(io.FileIO):
             return memoryview(data).nbytes
 
 
-def _stop_with_launcher() -> None:
-    """Stop this process when its launcher ends. Otherwise it would train on and hold the run folder."""
+def _stop_with_launcher(parent_pid: int) -> None:
+    """Stop this process when its launcher ends. Otherwise it would train on and hold the run folder.
+
+    `parent_pid` is the parent at the start of this process.
+    """
     import psutil  # imported here, because sampling from a bundle does not need it
 
     process = psutil.Process()
@@ -91,7 +95,8 @@ def _stop_with_launcher() -> None:
         ]
         try:
             handles = [os.pidfd_open(parent.pid) for parent in parents[: max(launchers, default=0) + 1]]
-            select.select(handles, [], [])
+            if os.getppid() == parent_pid:
+                select.select(handles, [], [])
         except ProcessLookupError:  # the launcher has just ended
             pass
         except OSError:  # not permitted here

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -79,6 +81,27 @@ time.sleep(float(sys.argv[3]))
 """
 
 
+# Keeps the thread that watches the launcher from looking at it for a second.
+SLOW_IMPORT = """
+import sys, time
+class Slow:
+    def find_spec(self, name, *rest):
+        if name == "psutil":
+            time.sleep(1)
+sys.meta_path.insert(0, Slow())
+"""
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@pytest.fixture
+def adopts_orphans() -> Iterator[None]:
+    """Make this process the parent of its grandchildren whose parents end, as a container's first process is."""
+    prctl = ctypes.CDLL(None).prctl
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    yield
+    prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
 def orphan(variable: str) -> subprocess.Popen[str]:
     """Start a process whose parent is gone before Python has begun."""
     script = f'{variable}=1 exec "$0" -c "$1"'
@@ -86,8 +109,8 @@ def orphan(variable: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
-def launched(variable: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", LAUNCHES, WAITS, variable, "300"]
+def launched(variable: str, before: str = "") -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", LAUNCHES, before + WAITS, variable, "300"]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
@@ -96,6 +119,19 @@ def test_a_process_stops_when_its_launcher_is_killed() -> None:
         assert launcher.stdout is not None and launcher.stdout.readline().strip().isdecimal()
         launcher.kill()
         assert launcher.stdout.readline() == "stopped\n"
+
+
+def test_a_launcher_that_is_killed_before_the_first_look_is_noticed(adopts_orphans: None) -> None:
+    with launched("TORCHELASTIC_RUN_ID", SLOW_IMPORT) as launcher:
+        assert launcher.stdout is not None
+        pid = int(launcher.stdout.readline())
+        launcher.kill()
+        try:
+            assert select.select([launcher.stdout], [], [], TEST_TIMEOUT_S)[0]
+            assert launcher.stdout.readline() == "stopped\n"
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
 
 
 def test_a_process_stops_when_its_launcher_was_gone_before() -> None:
