@@ -155,8 +155,10 @@ def _rendezvous(master: str, timeout: timedelta) -> tuple[dist.Store, int, int]:
 
 def set_group_timeouts(timeout_s: float) -> None:
     """Give all process groups the timeout of the default one. Groups of libraries would have PyTorch's 30 minutes."""
+    # PyTorch before 2.14 has no public function.
+    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
     for group in dist.distributed_c10d._world.pg_map:
-        dist.distributed_c10d._set_pg_timeout(_group_timeout(timeout_s), group)
+        set_timeout(_group_timeout(timeout_s), group)
 
 
 def _group_timeout(timeout_s: float) -> timedelta:
