@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,7 +90,7 @@ def tokenize_sentences(evaluation: Evaluation, pairs: list[Pair]) -> tuple[list[
 def sts_metrics(evaluation: Evaluation, pairs: list[Pair]) -> dict[str, Any]:
     """Compare the scores with cosines of generated latents, of the encoder's latents, and of TF-IDF (collective).
 
-    The baseline `sts_spearman_shuffled` pairs each first sentence with the second sentence of the next pair.
+    The baseline `sts_spearman_shuffled` pairs each first sentence with the second sentence of a pair drawn at random.
     """
     evaluation.progress.phase("latents of pairs of sentences")
     sentences, tokens = tokenize_sentences(evaluation, pairs)
@@ -97,8 +98,7 @@ def sts_metrics(evaluation: Evaluation, pairs: list[Pair]) -> dict[str, Any]:
     compared, encoded = evaluation.run.store.manifest.compared, evaluation.encode(sentences)
     generated = torch.from_numpy(unit_vectors(latents[:, compared]))
     known = dict(zip(sentences, np.isfinite(encoded).all(axis=(1, 2)).tolist(), strict=True))
-    others = [*pairs[1:], pairs[0]]
-    shuffled = [Pair(pair.first, other.second, pair.score) for pair, other in zip(pairs, others, strict=True)]
+    shuffled = shuffle_pairs(pairs, evaluation.config.seed)
     return {
         "sts_pairs": len(pairs),
         "sts_unencodable": sum(not (known[pair.first] and known[pair.second]) for pair in pairs),
@@ -107,6 +107,15 @@ def sts_metrics(evaluation: Evaluation, pairs: list[Pair]) -> dict[str, Any]:
         **similarity_metrics(torch.from_numpy(unit_vectors(encoded[:, compared])), sentences, pairs, "_encoder"),
         **similarity_metrics(tfidf(sentences), sentences, pairs, "_tfidf"),
     }
+
+
+def shuffle_pairs(pairs: Sequence[Pair], seed: int) -> list[Pair]:
+    """Give each first sentence and its score the second sentence of another pair, by a random cycle through all pairs.
+
+    The next pair of the file would not do, since it is often about the same sentence.
+    """
+    cycle = np.random.default_rng(seed).permutation(len(pairs)).tolist()
+    return [Pair(pairs[a].first, pairs[b].second, pairs[a].score) for a, b in pairwise([*cycle, cycle[0]])]
 
 
 def similarity_metrics(

@@ -13,7 +13,7 @@ import torch
 from mmldlm.data.encoders.lsa import tfidf
 from mmldlm.errors import DataError
 from mmldlm.evaluation import Evaluation, EvaluationConfig, cosine
-from mmldlm.evaluation.sts import Pair, read_pairs, similarity_metrics, sts_metrics, tokenize_sentences
+from mmldlm.evaluation.sts import Pair, read_pairs, shuffle_pairs, similarity_metrics, sts_metrics, tokenize_sentences
 from mmldlm.loading.load import LoadedRun
 from tests.helpers.known_runs import fresh_run
 
@@ -81,8 +81,22 @@ def test_correlations_match_scipy(run: LoadedRun) -> None:
     made = run.store.restore(evaluation.generate_latents(tokens, run.config.sampling))
     a, b = (np.stack([made[sentences.index(pair[side])] for pair in pairs]) for side in (0, 1))
     assert result["sts_spearman"] == pytest.approx(scipy.stats.spearmanr(cosine(a, b), scores).statistic)
-    other = scipy.stats.spearmanr(cosine(a, np.roll(b, -1, axis=0)), scores).statistic
-    assert result["sts_spearman_shuffled"] == pytest.approx(other)
+    others = shuffle_pairs(pairs, evaluation.config.seed)
+    a, b = (np.stack([made[sentences.index(pair[side])] for pair in others]) for side in (0, 1))
+    expected = scipy.stats.spearmanr(cosine(a, b), [pair.score for pair in others]).statistic
+    assert result["sts_spearman_shuffled"] == pytest.approx(expected)
+
+
+def test_shuffled_pairs_say_nothing_of_their_scores() -> None:
+    """Also if each sentence has three neighboring lines, as in the file of the benchmarks."""
+    pairs = [Pair(f"a{index // 3}", f"b{index // 3} {index}", 2 - index % 3) for index in range(300)]
+    shuffled = shuffle_pairs(pairs, 0)
+    assert sorted(pair.second for pair in shuffled) == sorted(pair.second for pair in pairs)
+    assert sorted((pair.first, pair.score) for pair in shuffled) == sorted((pair.first, pair.score) for pair in pairs)
+    related = [pair.second.startswith(f"b{pair.first[1:]} ") for pair in shuffled]
+    assert np.mean(related) < 0.05
+    of_the_best = [3 - int(pair.second.split()[1]) % 3 for pair in shuffled]
+    assert abs(scipy.stats.spearmanr(of_the_best, [pair.score for pair in shuffled]).statistic) < 0.2
 
 
 def test_recall_counts_paraphrases_that_are_nearest() -> None:
