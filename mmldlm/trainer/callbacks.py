@@ -6,11 +6,8 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
-from mmldlm.config import RunConfig
-from mmldlm.distributed.engine import Engine
 from mmldlm.telemetry.profiler import StepProfiler
 from mmldlm.trainer.replica_check import ReplicaCheck
-from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_numbers import StepNumbers
 from mmldlm.trainer.validation import Quality, Validation
 from mmldlm.utils.callback import Callback
@@ -46,14 +43,13 @@ class ScheduledCollection(Callback):
             gc.enable()
 
 
-def build_callbacks(
-    config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers, save: Callable[..., None]
-) -> list[Callback]:
+def build_callbacks(numbers: StepNumbers, save: Callable[..., None]) -> list[Callback]:
     """Return the callbacks of a run. `save` starts a checkpoint, see `Trainer.save`."""
+    config, engine = numbers.config, numbers.engine
     return [
         ReplicaCheck(engine, config.guard.verify_updates_every),
-        Validation(config, components, engine, numbers, save),
-        Quality(config, components, engine, numbers),
+        Validation(numbers, save),
+        Quality(numbers),
         ScheduledCollection(),
         StepProfiler(config.profile, Path(config.run.dir), engine.rank, engine.device.type),
     ]

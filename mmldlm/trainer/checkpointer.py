@@ -28,12 +28,12 @@ from mmldlm.checkpoint.store import CheckpointStore, write_files
 from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.config import RunConfig, with_absolute_paths
 from mmldlm.data.store import Store
-from mmldlm.distributed.engine import Engine
 from mmldlm.errors import MmldlmError
 from mmldlm.loading.compatibility import LATENTS_NAME, identity
 from mmldlm.settings.fields import to_yaml
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.restore import RestoredRun
+from mmldlm.trainer.setup import Components
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.utils.files import FileInfo, sha256
 
@@ -78,14 +78,9 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        engine: Engine,
-        restored: RestoredRun,
-        report: Mapping[str, Any],
-        data: Store,
-        signals: SignalRequests,
+        self, components: Components, restored: RestoredRun, report: Mapping[str, Any], signals: SignalRequests
     ):
+        config, engine, data = components.config, components.engine, components.store
         self.config, self.engine, self.signals, self.mirror = config, engine, signals, restored.mirror
         run_dir = Path(config.run.dir)
         self.store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.retention)

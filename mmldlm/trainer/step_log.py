@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.checkpoint.state import TrainState
-from mmldlm.config import RunConfig
 from mmldlm.distributed.compute_time import compare_ranks
-from mmldlm.distributed.engine import Engine
 from mmldlm.model.flops import peak_flops
 from mmldlm.telemetry.resources import memory_metrics
 from mmldlm.telemetry.tracker import Tracker
@@ -57,11 +55,11 @@ class FinishedStep:
 class StepLog:
     """Sums losses, sizes and times of the steps since the last record, and writes the next record."""
 
-    def __init__(self, config: RunConfig, engine: Engine, components: Components, state: TrainState, tracker: Tracker):
-        self.config, self.engine, self.components, self.state = config, engine, components, state
-        self.tracker = tracker
+    def __init__(self, components: Components, state: TrainState, tracker: Tracker):
+        self.components, self.engine, self.state, self.tracker = components, components.engine, state, tracker
+        engine = self.engine
         name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
-        peak = peak_flops(name, config.precision)
+        peak = peak_flops(name, components.config.precision)
         self._peak_flops = None if peak is None else peak * engine.world_size
         self._loss_scale = 1.0  # in the last step
         self._clear()

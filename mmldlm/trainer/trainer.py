@@ -76,8 +76,9 @@ class Trainer:
         gc.freeze()
         try:
             self._end.enter_context(self._notices)
-            self.engine, components, fingerprint = open_run(self.config, self.launch, self.run_dir, self._end)
-            restored, self.components = restore_run(self.config, components, self.engine, self.run_dir)
+            components, fingerprint = open_run(self.config, self.launch, self._end)
+            self.engine = components.engine
+            restored, self.components = restore_run(components)
             self.state = restored.state
             self._start(restored, fingerprint)
         except BaseException as error:
@@ -95,28 +96,26 @@ class Trainer:
         """Open everything that a step needs. Write and print the start-up report."""
         engine, end = self.engine, self._end
         engine.model.train()
-        self.config, self.components, changes, notes = fit_run(self.config, self.components, engine, self.state)
-        config = self.config
+        self.components, changes, notes = fit_run(self.components, self.state)
+        components, self.config = self.components, self.components.config
         end.enter_context(self._signals)
-        self.tracker, report = open_records(
-            config, self.components, engine, restored, fingerprint, notes, self.run_dir, end
-        )
+        self.tracker, report = open_records(components, restored, fingerprint, notes, end)
         end.notifier.run_id = report["run_id"]
         if engine.is_main:
             self._notices.write = self.tracker.message
-        self.checkpointer = Checkpointer(config, engine, restored, report, self.components.store, self._signals)
+        self.checkpointer = Checkpointer(components, restored, report, self._signals)
         end.callback(self.checkpointer.close)
-        self.log = StepLog(config, engine, self.components, self.state, self.tracker)
-        self.numbers = StepNumbers(config, engine, self.components, self.state, self.tracker, self.log, end)
+        self.log = StepLog(components, self.state, self.tracker)
+        self.numbers = StepNumbers(self.log, end)
         self.guard = self.numbers.guard
         end.own_records(self.numbers.fetch, self._finish_checkpoint)
-        for callback in build_callbacks(config, self.components, engine, self.numbers, self.save):
+        for callback in build_callbacks(self.numbers, self.save):
             self.add_callback(callback)
-        if self.components.corruption.sizes is not None:
+        if components.corruption.sizes is not None:
             self.replays = GraphReplays(self.compute, engine.local_gradients, engine.device)
         for change in changes:
             self.tracker.event("micro_batch", self.state.step + 1, change)
-        warm_up(engine, self.components)
+        warm_up(components)
 
     def add_callback(self, callback: Callback) -> None:
         """Call this callback in each step from now on, after the existing ones. Close it at the end of the run."""

@@ -8,14 +8,11 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.config import RunConfig
-from mmldlm.distributed.engine import Engine
 from mmldlm.evaluation.prompts import prompt_samples
 from mmldlm.evaluation.quality import quality
 from mmldlm.evaluation.validate import validation_ids, validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
 from mmldlm.loading.load import LoadedRun
-from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_numbers import StepNumbers
 from mmldlm.utils.callback import Callback
 
@@ -23,9 +20,9 @@ from mmldlm.utils.callback import Callback
 class _Evaluation(Callback):
     """Base class of callbacks that compute with the network between steps."""
 
-    def __init__(self, config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers):
-        self.config, self.components, self.engine, self.numbers = config, components, engine, numbers
-        self.log = numbers.log
+    def __init__(self, numbers: StepNumbers):
+        self.numbers, self.log, self.components = numbers, numbers.log, numbers.components
+        self.config, self.engine = numbers.config, numbers.engine
 
     @contextmanager
     def eval_mode(self, activity: str) -> Iterator[LoadedRun]:
@@ -58,10 +55,8 @@ class _Evaluation(Callback):
 class Validation(_Evaluation):
     """Measures losses on the validation split, logs figures and samples, and keeps the best checkpoints."""
 
-    def __init__(
-        self, config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers, save: Callable[..., None]
-    ):
-        super().__init__(config, components, engine, numbers)
+    def __init__(self, numbers: StepNumbers, save: Callable[..., None]):
+        super().__init__(numbers)
         self.save = save
 
     def after_step(self, step: int) -> None:
