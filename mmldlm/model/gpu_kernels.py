@@ -51,15 +51,8 @@ def _head_places(
     row, channels = pair // heads, tl.arange(0, block)[None]
     at = ((3 * row + part) * heads + pair % heads) * width + channels
     mask = (row < num_rows) & (channels < width // 2)
-    return (
-        row,
-        row < num_latents,
-        channels,
-        mask,
-        at,
-        at - num_latents * 3 * heads * width,
-        pair % heads * width + channels,
-    )
+    text_at, head_at = at - num_latents * 3 * heads * width, pair % heads * width + channels
+    return row, row < num_latents, channels, mask, at, text_at, head_at
 
 
 @triton.jit
