@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from mmldlm.batch import Batch
-from mmldlm.data.batch_schedule import BatchSize, deal, largest_micro_batches, largest_possible
+from mmldlm.batch import Batch, BatchSize
+from mmldlm.data.batch_schedule import deal, largest_micro_batches, largest_possible
 from mmldlm.data.sampler import make_sample_order
 from mmldlm.data.store import Split, Store
 from mmldlm.data.workers import ignore_signals_in_worker, read_batches

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mmldlm.batch import Batch, PackedLayout
+from mmldlm.batch import Batch, BatchSize, PackedLayout
 from mmldlm.diffusion.noise import ModeShares, TimeSampler, draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import ON_HOST, NoisedBatch, Objective
 from mmldlm.utils.packed_tensors import PackedTensors
@@ -84,16 +84,6 @@ class StaticSizes:
         return replace(batch, layout=layout, **filled)
 
 
-class StepSizes(Protocol):
-    """The two batch sizes that corruption needs, see `mmldlm.data.batch_schedule.BatchSize`."""
-
-    @property
-    def global_batch_size(self) -> int: ...
-
-    @property
-    def micro_batch_tokens(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Corruption:
     """Noises the micro-batches of a step on the host. The noise is a function of (seed, step, slot) alone."""
@@ -103,7 +93,7 @@ class Corruption:
     mode: ModeShares
     mode_schedule: Mapping[int, ModeShares]
     text_sampler: TimeSampler
-    batch_at: Callable[[int], StepSizes]  # given the number of steps done
+    batch_at: Callable[[int], BatchSize]  # given the number of steps done
     sizes: StaticSizes | None = None  # fills micro-batches up
 
     def __call__(self, steps_done: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:

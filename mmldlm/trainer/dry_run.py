@@ -36,15 +36,7 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None, gpus: 
     print("parameters           " + ", ".join(f"{name} {count:,}" for name, count in costs.parameters.items()))
     print(f"total parameters     {costs.step.parameters:,}, {costs.step.trained:,} trained")
     for step, size in costs.batches.items():
-        print(
-            f"{f'  from step {step}' if step else 'global batch':<20} {size.global_batch_size} samples = "
-            f"{world_size} processes x "
-            + (
-                f"micro-batches of {size.micro_batch}"
-                if size.micro_batch_tokens
-                else f"{size.micro_batch} x {size.accumulation(world_size)} micro-batches"
-            )
-        )
+        print(f"{f'  from step {step}' if step else 'global batch':<20} {size.describe(world_size)}")
     print(f"  a micro-batch      {costs.largest_micro_batch:,} text and latent tokens at most")
     for notice in data_notices(config, store, world_size, device_type):
         print(f"  notice             {notice}")

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from mmldlm.batch import BatchSize
 from mmldlm.config import RunConfig, resolve_precision
-from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import mode_stages

@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.batch import Batch
+from mmldlm.batch import Batch, BatchSize
 from mmldlm.checkpoint.state import TrainState
-from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import Loader, fixed_batches
 from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.diffusion.objective import Network, NoisedBatch, Objective

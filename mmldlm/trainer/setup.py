@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from mmldlm.batch import BatchSize
 from mmldlm.config import RunConfig, resolve_precision
-from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import Loader
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store

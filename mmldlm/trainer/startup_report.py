@@ -12,12 +12,13 @@ import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mmldlm.batch import BatchSize
 from mmldlm.config import RunConfig, with_absolute_paths, write_config
 from mmldlm.data.store import Store
 from mmldlm.data.writer import publish, write_description
@@ -204,12 +205,8 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     packages = ", ".join(f"{name} {versions.get(name)}" for name in ("torch", "accelerate", "deepspeed", "python"))
 
     def batch(sizes: Mapping[str, Any]) -> str:
-        whole, tokens = sizes["global_batch_size"], sizes["micro_batch_tokens"]
-        if tokens:
-            return f"{whole} samples = {count} processes x micro-batches of up to {tokens:,} tokens"
-        return f"{whole} samples = {count} x {sizes['micro_batch_size']} x {sizes['accumulation']}"
+        return BatchSize(*(sizes[size.name] for size in fields(BatchSize))).describe(count)
 
-    factors = "" if report["micro_batch_tokens"] else " (processes x micro-batch x accumulation)"
     rows = {  # label: lines
         "engine": [f"{report['engine']}, {processes} on {hosts} ({devices}), started by {report['launcher']}"],
         "threads": ["; ".join(threads)],
@@ -220,7 +217,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         ],
         "compile": [report["compile"]] * (report["compile"] != "none"),
         "batch": [
-            f"{batch(report)}{factors}",
+            batch(report),
             *(
                 f"{batch(sizes)} from step {step} on, peak rate {sizes['peak_lr']:.4g}"
                 for step, sizes in report["batch_schedule"].items()

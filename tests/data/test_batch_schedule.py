@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from mmldlm import train
+from mmldlm.batch import BatchSize
 from mmldlm.config import load_config
-from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.memory import Estimate, estimate
