@@ -53,9 +53,8 @@ class SamplingConfig:
     )
     temperature: float | None = setting(
         None,
-        "temperature of the token distributions; 0: take the most likely token. null: 0 if a latent gets one "
-        "text, since random draws only add errors, or if joint draws a latent of several tokens first; "
-        "otherwise 0.6",
+        "temperature of the token distributions; 0: take the most likely token. null: 0 if a latent gets one text, "
+        "since random draws only add errors, or if joint draws a latent of several tokens first; otherwise 0.6",
         at_least=0,
         advice="1 if samples should follow the likelihood",
     )
