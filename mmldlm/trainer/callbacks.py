@@ -19,16 +19,14 @@ class ScheduledCollection(Callback):
     """Collects garbage at the same steps on all ranks, and at no other time until `close`.
 
     If Python started a collection by itself, it would stall one rank, and all others would wait. Objects that exist
-    after the first step, imports among them, live until the end of the run. Later collections skip them and so take
-    milliseconds.
+    after the first step live until the end of the run, where the trainer unfreezes them. Later collections skip them.
     """
 
     def __init__(self) -> None:
-        self._was_enabled, self._had_frozen, self._is_first_step = gc.isenabled(), gc.get_freeze_count() > 0, True
+        self._was_enabled, self._is_first_step = gc.isenabled(), True
         gc.disable()
 
     def after_step(self, step: int) -> None:
-        """Collect garbage if it is due after this step."""
         if self._is_first_step or step % COLLECT_EVERY == 0:
             gc.collect()
         if self._is_first_step:
@@ -36,9 +34,6 @@ class ScheduledCollection(Callback):
             self._is_first_step = False
 
     def close(self) -> None:
-        """Re-enable Python's automatic collection."""
-        if not self._had_frozen:
-            gc.unfreeze()
         if self._was_enabled:
             gc.enable()
 

@@ -73,7 +73,7 @@ class _PendingCheckpoint:
 class Checkpointer:
     """Writes the checkpoints of a run, one at a time. A user can ask for one by SIGUSR1.
 
-    All methods are collective, except `due`, `save_requested`, `record`, `close` and the properties. Each checkpoint
+    All methods are collective, except `save_requested`, `record`, `close` and the properties. Each checkpoint
     stores some keys of `report`, the start-up report.
     """
 
@@ -99,10 +99,6 @@ class Checkpointer:
             self.mirror.request(self.saved_at)
 
     # --- when to save --------------------------------------------------------------------------------------
-
-    def due(self, step: int) -> bool:
-        """Return whether the settings demand a checkpoint after `step`. All ranks get the same answer."""
-        return self.config.checkpoint.is_due(step)
 
     def save_requested(self) -> bool:
         """Return whether SIGUSR1 came or, on rank 0, the file `CHECKPOINT` exists or time is up."""
@@ -150,10 +146,8 @@ class Checkpointer:
         saved = self.finish()
         tensors, groups = self._stage()
         needed = sum(engine.gather(sum(t.nbytes for group in groups.values() for t in group.values()), "size to save"))
-        name = ""
         with engine.raise_on_all_ranks("beginning of the checkpoint"):
-            if engine.is_main:
-                name = str(self.store.begin(step, needed))
+            name = str(self.store.begin(step, needed)) if engine.is_main else ""
         temporary = Path(engine.gather(name, "name of the checkpoint")[0])
         writers: dict[str, Any] = {
             tensor_file_name(group, engine.writer, engine.num_writers): partial(write_tensors, tensors=parts)

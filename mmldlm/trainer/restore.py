@@ -166,7 +166,8 @@ def restore_checkpoint(checkpoint: Checkpoint, model: nn.Module, config: RunConf
     elif ema is None:
         notes.append("ema: the checkpoint has no EMA of the weights; it starts here from the present weights")
     else:
-        kept = ema.filter(_trained_names(model).__contains__)
+        trained = {clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+        kept = ema.filter(trained.__contains__)
         if num_new:
             notes.append("ema: the EMA of parameters that train from here on starts from their present values")
     info = checkpoint.info
@@ -179,10 +180,5 @@ def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[TensorFil
     # Keep entries of unknown parameters: loading the optimizer's state reports them.
     kept = files.filter(lambda entry: names.get(entry.rpartition("/")[0], True))
     known = {entry.rpartition("/")[0] for entry in kept}
-    new = [name for name in _trained_names(model) if name not in known]
+    new = [name for name, is_trained in names.items() if is_trained and name not in known]
     return kept.with_empty([f"{name}/{NO_STATE}" for name in new]), len(new)
-
-
-def _trained_names(model: nn.Module) -> list[str]:
-    """Return the names of the trained parameters, without prefixes of wrappers."""
-    return [clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]

@@ -68,8 +68,7 @@ class StepLog:
     def _clear(self) -> None:
         """Clear the sums over accepted steps and the norms of all steps since the last record."""
         self._norms: list[float] = []
-        self._sums: Tensor | float = 0.0
-        self._counts: Tensor | float = 0.0
+        self._sums, self._counts = torch.zeros(2, self.components.objective.stats.size, dtype=torch.float64)
         self._tokens = self._samples = self._steps = 0
         self._flops = 0.0
 
@@ -100,8 +99,8 @@ class StepLog:
         if not accepted:
             return
         for micro_sums, micro_counts in zip(step.sums, step.counts, strict=True):
-            self._sums = self._sums + micro_sums
-            self._counts = self._counts + micro_counts
+            self._sums += micro_sums
+            self._counts += micro_counts
         self._tokens += step.tokens
         self._flops += step.flops
         self._samples += step.samples
@@ -112,7 +111,6 @@ class StepLog:
         seconds, components, state = time.perf_counter() - self._start_time, self.components, self.state
         if not self._steps:  # all steps since the last record were skipped, so there is no loss to log
             return
-        assert isinstance(self._sums, Tensor) and isinstance(self._counts, Tensor)
         totals = self.engine.sum(torch.stack([self._sums, self._counts]), "all-reduce of the losses to log")
         batch_sizes, now = asdict(components.loader.batch_at(step - 1)), cpu_times()
         # The stores of a mixture have no common epoch.

@@ -254,7 +254,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.after_step(step)
         # `steps` saves the checkpoint of the last step, and waits for it.
-        if (checkpointer.due(step) or totals.counts.save) and step < self.config.train.steps:
+        if (self.config.checkpoint.is_due(step) or totals.counts.save) and step < self.config.train.steps:
             self.save()
         if totals.counts.stop or self._is_at_stop:
             self._stop(by_signal=totals.counts.stop > 0)
