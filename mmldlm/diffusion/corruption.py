@@ -55,11 +55,10 @@ class StaticSizes:
     """Fills micro-batches up to few sizes, so that one CUDA graph fits many of them.
 
     Tokens and masked tokens are rounded up to multiples of 1/32 of the token budget, e.g. 1,024 of 32,768. Every
-    micro-batch gets as many samples as the largest one of the step, plus the samples that the filler may need. Samples
-    have at most `max_length` tokens.
+    micro-batch gets as many samples as the largest one of the step, plus the samples that the filler may need.
     """
 
-    max_length: int
+    max_length: int  # tokens of the longest sample
 
     def fill(self, noised: Sequence[NoisedBatch], micro_batch_tokens: int) -> list[NoisedBatch]:
         """Return the micro-batches of a step, filled up with rows that no loss counts. A budget of 0 means none."""

@@ -3,8 +3,7 @@
 For ancestral decoding the host computes all steps in advance, since they depend on lengths and random numbers alone.
 Decoding by confidence reads after each step which tokens are still masked, and waits for the device.
 
-Shape letters: F tokens to generate, P tokens that a step predicts, R tokens that it masks again, V vocabulary. A row is
-an index into the F tokens.
+Shape letters: F tokens to generate (a row is an index into them), P tokens that a step predicts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ def token_probabilities(logits: Tensor, temperature: float, top_p: float) -> Ten
 def without_neighbors(logits: Tensor, tokens: Tensor, positions: Tensor, layout: PackedLayout, words: Tensor) -> Tensor:
     """Forbid, at each position, the words already standing next to it. Returns logits [P, V].
 
-    A network that predicts each position by itself tends to write a word twice, since it expects the word at both
-    places.
+    A network that predicts each position by itself tends to write a word twice: it expects the word at both places.
 
     Args:
         tokens: The current tokens [N].

@@ -1,7 +1,6 @@
 """Gaussian diffusion of latents in continuous time: corruption, targets, conversions, losses, reverse steps.
 
-Shapes: x0, epsilon, z, v and all predictions are [B, M, C], and t is [B]. Latents have unit RMS, so x0 and epsilon both
-have norms near sqrt(C).
+Shapes: x0, epsilon, z, v and all predictions are [B, M, C], and t is [B]. Latents have unit RMS: norms near sqrt(C).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Randomness of training and generation, with a separate random stream for each sample.
 
 In training the random numbers are a function of (seed, step, slot in the global batch). They do not depend on rank,
-world size, micro-batches or loader workers, so a run resumes and re-partitions exactly. `random_stream` makes the
-streams. We draw everything on the host: it is little data, and the host then knows the positions of masked tokens
-without waiting for a device.
+world size, micro-batches or loader workers, so a run resumes and re-partitions exactly. We draw everything on the host:
+it is little data, and the host then knows the positions of masked tokens without waiting for a device.
 """
 
 from __future__ import annotations
@@ -140,8 +139,7 @@ def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
 class SampleStreams:
     """Random numbers of one generation, from one stream per sample: a function of (seed, kind, slot).
 
-    The result for a sample does not depend on its batch, its rank or the number of ranks. Generations of different
-    kinds are independent.
+    A sample's result depends on neither its batch nor the ranks. Generations of different kinds are independent.
     """
 
     def __init__(self, seed: int, kind: int, slots: Tensor):

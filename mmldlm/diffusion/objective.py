@@ -4,8 +4,7 @@ The network is an argument: any callable with the signature of `MMDiT.forward`, 
 a perfect denoiser in a test. Losses are sums over samples and tokens, divided once by counts over the whole global
 batch, so the gradient does not depend on how the global batch is split into ranks and micro-batches.
 
-Shape letters: B samples, N tokens of the whole unpadded micro-batch, P masked tokens, M latent tokens of a sample,
-C latent channels, S sums.
+Shape letters: B samples, N tokens of the unpadded micro-batch, P masked tokens, M latent tokens, C channels, S sums.
 """
 
 from __future__ import annotations

@@ -229,8 +229,7 @@ class JointHeads(Function):
     """`ops.normalize_heads` of both streams into the rows of joint attention, in one pass over memory each way.
 
     The arguments are q, k and v of latents [B*M, 3, H, K] and text [N, 3, H, K], the scales of latents and text, cosine
-    and sine of the text's positions, and the place of each row of cat(latents, text) among the joint rows. All sums
-    have a fixed order.
+    and sine of the text's positions, and the joint row of each row of cat(latents, text). All sums have a fixed order.
     """
 
     @staticmethod

@@ -6,8 +6,7 @@ formula, since the compiler itself chooses which results to save. All functions 
 their inputs, except that SwiGLU rounds SiLU to the type of its input before the product. On a CPU all but SwiGLU
 process the rows in chunks that fit into a core's cache together with their results.
 
-Shape letters: B samples, T rows of a stream, D width, O outputs of a linear layer, H heads, K width of a head, F hidden
-width.
+Shape letters: B samples, T rows of a stream, D width, F hidden width, O outputs of a layer, H heads, K width of a head.
 """
 
 from __future__ import annotations

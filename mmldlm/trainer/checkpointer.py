@@ -131,8 +131,7 @@ class Checkpointer:
     def save(self, state: TrainState, validation_loss: float | None = None) -> list[SavedCheckpoint]:
         """Start a checkpoint of the present state. If the previous one is still being written, wait for it first.
 
-        Return the checkpoints that this call completed. A checkpoint with a low `validation_loss` may be kept as one of
-        the best.
+        Return the checkpoints that this call completed. A low `validation_loss` may make a checkpoint one of the best.
 
         Raises:
             StorageError: There is not enough space, or the previous checkpoint could not be written.
@@ -270,8 +269,7 @@ class Checkpointer:
     def _host_buffer(self, part: Tensor) -> Tensor:
         """Return host memory for a copy of `part`. It is page-locked if `part` is on a GPU.
 
-        Each call that locks pages takes milliseconds, and PyTorch rounds its size up to a power of two. So tensors
-        share blocks.
+        Tensors share blocks: each call that locks pages takes milliseconds, and rounds up to a power of two.
         """
         if not part.is_cuda:
             return torch.empty_like(part, device="cpu")

@@ -48,9 +48,8 @@ MAX_SEARCHED_STEPS = 4096  # steps of a stage that we search for the largest mic
 def activation_bytes(config: RunConfig, model: MMDiT, batch: NoisedBatch, device_type: str) -> int:
     """Return the most bytes that the forward and backward pass of a micro-batch need on top of weights and gradients.
 
-    All blocks together hold the tensors that the autograd functions of `mmldlm.model.ops` save. Memory then peaks in
-    one of three places: at the end of the forward pass, in the backward pass of the last block, or where a block is
-    recomputed.
+    All blocks together hold the tensors that the autograd functions of `mmldlm.model.ops` save. Memory then peaks at
+    the end of the forward pass, in the backward pass of the last block, or where a block is recomputed.
     """
     shape, sizes, on_gpu = model.shape, model.config, device_type != "cpu"
     item = DTYPES[model.precision].itemsize  # bytes of a number in matrix products
@@ -208,8 +207,7 @@ def _state(step: StepMemory, sharding: Sharding) -> tuple[float, float]:
     }[engine]
     ema = FLOAT32 * share * step.ema  # divided like the master weights
     device, host = (device, host + ema) if engine in OFFLOAD_ENGINES else (device + ema, host)
-    # FSDP2 cuts each parameter by rows and pads, so every rank holds as many rows as the fullest one. ZeRO pads flat
-    # buffers, which is negligible.
+    # FSDP2 cuts parameters by rows and pads, so every rank holds as many as the fullest one. ZeRO pads next to nothing.
     shards = sharding.shards if engine == FSDP2 else 1
     trained = sum(-(-rows // shards) * shards * prod(columns) for rows, *columns in step.trained_shapes)
     weights_share = share if engine in WEIGHT_SHARDING_ENGINES else 1.0

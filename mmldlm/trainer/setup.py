@@ -59,8 +59,7 @@ def requested_features(config: RunConfig) -> list[str]:
 def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> None:
     """Check that this launch can run the settings, before anything is created.
 
-    Raise `ConfigError` if a setting does not fit engine, device, number of ranks or environment, or if a tracker is not
-    installed.
+    Raise `ConfigError` if a setting does not fit engine, device, number of ranks, environment or installed packages.
     """
     config = resolve_precision(config, launch.mixed_precision)
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():

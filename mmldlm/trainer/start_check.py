@@ -300,8 +300,7 @@ def check_node(
 ) -> int:
     """Check this machine for `processes` processes (default: one per GPU) and, given a config, the run on it.
 
-    Print the findings and return the exit code. `accelerate_file` is the file of the launcher, which may set the
-    precision.
+    Print the findings and return the exit code. `accelerate_file`, the launcher's file, may set the precision.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     processes = processes or max(1, torch.cuda.device_count())
