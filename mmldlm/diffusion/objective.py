@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -140,6 +140,12 @@ class NoisedBatch:
         vars(batch)["packed"] = packed
         return batch
 
+    def __reduce__(self) -> Any:
+        # One buffer, because each tensor that a worker sends takes a file descriptor. The device's part is first.
+        packed = PackedTensors.pack(self.tensors() | {name: getattr(self, name) for name in ON_HOST})
+        layout = PackedLayout(self.layout.lengths, self.layout.latent_tokens, num_filler=self.layout.num_filler)
+        return _received, (packed, layout)
+
     def pin_memory(self) -> NoisedBatch:
         """Return the batch in pinned memory, in one buffer."""
         return self.from_packed(self.packed.pin_memory(), self.layout, self.counts, self.sample_ids)
@@ -149,6 +155,14 @@ class NoisedBatch:
         if torch.device(device) == self.layout.device:
             return self
         return self.from_packed(self.packed.to(device), self.layout, self.counts, self.sample_ids)
+
+
+def _received(packed: PackedTensors, layout: PackedLayout) -> NoisedBatch:
+    """Rebuild a batch that a worker of the loader has sent."""
+    tensors, stop = packed.tensors(), packed.places[ON_HOST[0]].start
+    places = {name: place for name, place in packed.places.items() if place.start < stop}
+    on_device = PackedTensors(packed.buffer[:stop], places)
+    return NoisedBatch.from_packed(on_device, layout, *(tensors[name] for name in ON_HOST))
 
 
 class Objective:

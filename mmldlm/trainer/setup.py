@@ -204,4 +204,4 @@ def build_loader(config: RunConfig, engine: Engine, store: Store, corruption: Co
     """Build the loader of this rank's micro-batches."""
     batch_at = partial(config.train.batch_at, world_size=engine.world_size)
     place = engine.rank, engine.world_size, engine.device.type
-    return Loader(store, "train", config.data, config.run.seed, batch_at, *place, corruption.in_loader)
+    return Loader(store, "train", config.data, config.run.seed, batch_at, *place, corruption)

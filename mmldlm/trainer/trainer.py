@@ -124,7 +124,7 @@ class Trainer:
 
     # --- one optimizer step --------------------------------------------------------------------------------
 
-    def steps(self) -> Iterator[tuple[int, list[Batch]]]:
+    def steps(self) -> Iterator[tuple[int, list[Batch | NoisedBatch]]]:
         """Yield (steps done before it, this rank's micro-batches) for each remaining step. Save the run at the end."""
         if self._is_at_stop:
             self._stop(by_signal=False)
@@ -159,7 +159,7 @@ class Trainer:
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
 
     @phase("corrupt")
-    def corrupt(self, steps_done: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+    def corrupt(self, steps_done: int, micro_batches: Sequence[Batch | NoisedBatch]) -> list[NoisedBatch]:
         """Noise the micro-batches of a step, see `Corruption`."""
         return self.components.corruption(steps_done, micro_batches)
 
