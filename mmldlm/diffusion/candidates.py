@@ -101,7 +101,10 @@ def generate_best(
     made = _best(made, owners, scores.masked_fill(unlikely[rows], -torch.inf), count)  # also back in order
     if fit is None or rounds == 0 or count > 1 or lengths is not None:
         return made
-    fits, passes = fit, made.passes
+    judge, passes = fit, made.passes
+
+    def score(texts: list[list[int]], numbers: Sequence[int]) -> Tensor:
+        return judge(texts, latents[list(numbers)])
 
     def propose(templates: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
         nonlocal passes
@@ -110,15 +113,7 @@ def generate_best(
         return sampler.likely_tokens(latents[list(numbers)], whole, PROPOSED)
 
     before = made.split()
-    found = search(
-        before,
-        rounds,
-        lambda tokens, numbers: fits(tokens, latents[list(numbers)]),
-        propose,
-        mask_id,
-        max_length,
-        sampler.every_step,
-    )
+    found = search(before, rounds, score, propose, mask_id, max_length, sampler.every_step)
     changed = torch.tensor([one != other for one, other in zip(before, found, strict=True)])
     log_p = made.log_p.masked_fill(changed, torch.nan)
     tokens = torch.tensor([token for each in found for token in each])
@@ -140,13 +135,8 @@ def _best(made: Generation, owners: Tensor, scores: Tensor, count: int) -> Gener
         best = list(different.values())
         kept += [*best, *(index for index in ranked if index not in best)][:count]
     chosen = [tokens[index] for index in kept]
-    return Generation(
-        torch.tensor([token for sample in chosen for token in sample]),
-        tuple(map(len, chosen)),
-        made.latents[kept],
-        made.log_p[kept],
-        made.passes,
-    )
+    best_tokens = torch.tensor([token for text in chosen for token in text])
+    return Generation(best_tokens, tuple(map(len, chosen)), made.latents[kept], made.log_p[kept], made.passes)
 
 
 def lengths_around(medians: Tensor, count: int, max_length: int) -> Tensor:

@@ -55,11 +55,8 @@ def mode_stages(mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> di
         ValueError: A step is below 0, a mode is unknown, or weights are invalid. The message names the key.
     """
     stages: dict[int, dict[Mode, float]] = {}
-    given = [
-        ("mode", 0, mode),
-        *((f"mode_schedule.{step}", step, mode_schedule[step]) for step in sorted(mode_schedule)),
-    ]
-    for key, step, shares in given:
+    scheduled = ((f"mode_schedule.{step}", step, mode_schedule[step]) for step in sorted(mode_schedule))
+    for key, step, shares in [("mode", 0, mode), *scheduled]:
         if step < 0:
             raise ValueError(f"{key}: expected an optimizer step, at least 0, found {step}")
         try:

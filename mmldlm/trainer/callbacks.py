@@ -9,7 +9,7 @@ from pathlib import Path
 from mmldlm.telemetry.profiler import StepProfiler
 from mmldlm.trainer.replica_check import ReplicaCheck
 from mmldlm.trainer.step_numbers import StepNumbers
-from mmldlm.trainer.validation import Quality, Validation
+from mmldlm.trainer.validation import Validation
 from mmldlm.utils.callback import Callback
 
 COLLECT_EVERY = 50  # steps: reference cycles that a step leaves behind stay in memory this long
@@ -44,7 +44,6 @@ def build_callbacks(numbers: StepNumbers, save: Callable[..., None]) -> list[Cal
     return [
         ReplicaCheck(engine, config.guard.verify_updates_every),
         Validation(numbers, save),
-        Quality(numbers),
         ScheduledCollection(),
         StepProfiler(config.profile, Path(config.run.dir), engine.rank, engine.device.type),
     ]

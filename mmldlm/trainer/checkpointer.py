@@ -88,8 +88,7 @@ class Checkpointer:
         self.saved_at = restored.state.step if config.resume == "auto" and restored.state.step else None
         self._info = {key: report[key] for key in PROVENANCE} | {"identity": identity(config, data)}
         self._files = metadata_files(config, data) if engine.is_main else {}
-        self._request = run_dir / "CHECKPOINT"  # users create this file to ask for a checkpoint
-        self._requested = False
+        self._request = run_dir / "CHECKPOINT"  # users create this file to ask for a checkpoint, which removes it
         self._save_time = self._poll_time = time.monotonic()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging: dict[str, Tensor] = {}
@@ -108,13 +107,10 @@ class Checkpointer:
 
     def _file_requested(self) -> bool:
         now = time.monotonic()
-        if not self._requested and now - self._poll_time >= REQUEST_POLL_INTERVAL_S:
-            self._poll_time = now
-            # We delete the file at once, so remember the request until the next checkpoint.
-            if self._request.exists():
-                self._request.unlink(missing_ok=True)
-                self._requested = True
-        return self._requested
+        if now - self._poll_time < REQUEST_POLL_INTERVAL_S:
+            return False
+        self._poll_time = now
+        return self._request.exists()
 
     # --- writing -------------------------------------------------------------------------------------------
 
@@ -156,6 +152,7 @@ class Checkpointer:
         if engine.is_main:
             # Serialize now, because training goes on and changes the state while the thread writes.
             writers |= {**self._files, "state.json": state.to_json().encode()}
+            self._request.unlink(missing_ok=True)
         task = self._pool.submit(write_files, temporary, writers)
         info = {**self._info, "validation_loss": validation_loss, "overfitting": state.overfitting()}
         stall_s = time.perf_counter() - started
@@ -164,7 +161,7 @@ class Checkpointer:
             saved += self.finish()
         self.saved_at = step
         self._save_time = time.monotonic()
-        self.signals.save = self._requested = False
+        self.signals.save = False
         return saved
 
     def advance(self, ready: int, failed: int) -> list[SavedCheckpoint]:

@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from mmldlm.batch import BatchSize
-from mmldlm.config import RunConfig, resolve_precision
+from mmldlm.config import RunConfig
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import mode_stages
@@ -258,7 +257,6 @@ class Estimate:
     step: StepMemory
     tokens_per_step: float  # mean over the run
     flops_per_step: float  # matrix products of forward and backward on all ranks, mean over the run
-    batches: dict[int, BatchSize]  # by the first step with this size
     largest_micro_batch: int  # text and latent tokens
     world_size: int
     optimizer: str  # the implementation
@@ -279,7 +277,6 @@ def estimate(config: RunConfig, store: Store, world_size: int, device: str | Non
     of steps with the same modes and batch sizes. If a global batch cannot be divided evenly, this is a `ConfigError`.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    config = resolve_precision(config)
     config.train.check_batches(world_size)
     batch_at = partial(config.train.batch_at, world_size=world_size)
     loader = Loader(
@@ -289,8 +286,8 @@ def estimate(config: RunConfig, store: Store, world_size: int, device: str | Non
     model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
     corruption = build_corruption(config, build_objective(config, store.manifest))
     model_flops, split = ModelFlops.from_model(model), store.split("train")
-    steps, batches = config.train.steps, config.train.batch_stages(world_size)
-    starts = {*mode_stages(config.mode, config.mode_schedule), *batches}
+    steps, modes = config.train.steps, mode_stages(config.mode, config.mode_schedule)
+    starts = {*modes, *config.train.batch_stages(world_size)}
     flops, samples, most_tokens, activations = 0.0, 0, 0, 0
     # CUDA graphs add to gradients that stay in memory.
     has_gradients = device == "cuda" and world_size == 1 and bool(config.compile.graphs)
@@ -321,7 +318,6 @@ def estimate(config: RunConfig, store: Store, world_size: int, device: str | Non
         step=StepMemory.of(config, model, activations, has_gradients, device),
         tokens_per_step=split.mean_length * samples / steps,
         flops_per_step=flops / steps,
-        batches=batches,
         largest_micro_batch=most_tokens,
         world_size=world_size,
         optimizer=optimizer,

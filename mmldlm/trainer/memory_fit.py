@@ -40,8 +40,7 @@ def fit_run(components: Components, state: TrainState) -> tuple[Components, list
     if not tries or engine.shards_parameters or state.step >= train.steps:
         return components, [], []
     stages, position = train.batch_stages(engine.world_size), state.samples_drawn
-    changes: list[dict[str, Any]] = []
-    lines: list[str] = []
+    changes, lines = list[dict[str, Any]](), list[str]()
     later = [start for start in stages if state.step < start < train.steps]
     with Progress(engine.is_main) as progress:
         progress.phase("trying the largest micro-batch", announce=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from mmldlm.batch import BatchSize
-from mmldlm.config import RunConfig, resolve_precision
+from mmldlm.config import RunConfig
 from mmldlm.data.loader import Loader
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
@@ -61,7 +61,6 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
 
     Raise `ConfigError` if a setting does not fit engine, device, number of ranks, environment or installed packages.
     """
-    config = resolve_precision(config, launch.mixed_precision)
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {short_repr(config.resume)}")
     check_trackers(config.log.trackers)
