@@ -25,25 +25,15 @@ Fit = Callable[[list[list[int]], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TextRequest:
-    """Texts to generate from n latents.
+    """Texts to generate from n latents."""
 
-    Attributes:
-        latents: [n, M, C], on the device.
-        max_length: Tokens of the longest text.
-        count: Texts of each latent.
-        lengths: Number of tokens of each latent's texts. None: lengths around the median of the length head.
-        template: Text to infill: only its [MASK] tokens are generated.
-        prefixes: Prefix of each latent's texts, see `Sampler.generate`.
-        judged_by: The latents [n, M, C] that the texts should fit. By default `latents`.
-    """
-
-    latents: Tensor
-    max_length: int
-    count: int = 1
-    lengths: Sequence[int] | None = None
-    template: Sequence[int] | None = None
-    prefixes: Sequence[Sequence[int]] | None = None
-    judged_by: Tensor | None = None
+    latents: Tensor  # [n, M, C], on the device
+    max_length: int  # tokens of the longest text
+    count: int = 1  # texts of each latent
+    lengths: Sequence[int] | None = None  # tokens of each latent's texts. None: around the median of the length head
+    template: Sequence[int] | None = None  # text to infill: only its [MASK] tokens are generated
+    prefixes: Sequence[Sequence[int]] | None = None  # prefix of each latent's texts, see `Sampler.generate`
+    judged_by: Tensor | None = None  # the latents [n, M, C] that the texts should fit, by default `latents`
 
 
 def generate_best(
@@ -123,8 +113,7 @@ def generate_best(
 def _best(made: Generation, owners: Tensor, scores: Tensor, count: int) -> Generation:
     """Return the `count` texts of each latent with the best `scores` [B], different ones first.
 
-    Args:
-        owners: int64 [B]: the latent of each text. Each of the n latents has texts.
+    `owners`, int64 [B], has the latent of each text. Each of the n latents has texts.
     """
     tokens, order = made.split(), scores.argsort(descending=True, stable=True)
     kept: list[int] = []

@@ -160,11 +160,7 @@ def hold_back_doubles(
     """If one step draws the same word twice side by side, postpone the less likely one. Returns `confidence` [P].
 
     Neither of the two draws saw the other. The postponed position stays masked until a later step, which sees its
-    neighbor, unless this step unmasks all tokens.
-
-    Args:
-        drawn: The tokens that were drawn at `positions`, int64 [P].
-        positions, words: See `without_neighbors`.
+    neighbor, unless this step unmasks all tokens. `drawn` are the tokens drawn at `positions`, int64 [P].
     """
     equal = (positions.diff() == 1) & (layout.sample_of_token[positions].diff() == 0)
     equal &= (drawn.diff() == 0) & words[drawn[1:]]

@@ -166,13 +166,9 @@ def _received(packed: PackedTensors, layout: PackedLayout) -> NoisedBatch:
 
 
 class Objective:
-    """Losses of a micro-batch.
+    """Losses of a micro-batch. `stats` names the entries of the reported sums [S].
 
-    Args:
-        accuracy: Count correctly predicted tokens. In training the network must then return `Prediction.is_best`.
-
-    Attributes:
-        stats: Entries of the reported sums [S] and their counts.
+    With `accuracy` it counts correctly predicted tokens. In training the network must then return `Prediction.is_best`.
     """
 
     def __init__(

@@ -60,10 +60,7 @@ def resolve_backend(
 ) -> Backend:
     """Return the backend to use, or raise `ConfigError` if the requested one does not run there.
 
-    Args:
-        requested: Value of `attention.backend`.
-        head_width: Channels of one head.
-        capability: Compute capability of the GPU. None, if it is unknown, counts as Ampere.
+    `capability` is the compute capability of the GPU. None, if it is unknown, counts as Ampere.
     """
     where = (device_type, precision, head_width, capability or AMPERE)
     missing: dict[Backend, str] = {"varlen": _missing("varlen", *where), "efficient": _missing("efficient", *where)}

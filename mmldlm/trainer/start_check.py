@@ -60,18 +60,13 @@ _HEALTHY = ("0", "No", "Not Active", "N/A", "[N/A]", "[Not Supported]")
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
-
-    Attributes:
-        remedy: How to mend it, empty if the status is "ok".
-        exit_code: Exit code of the command if nothing else fails.
-    """
+    """Result of one check."""
 
     status: Literal["ok", "warn", "fail"]
     name: str
     found: str
-    remedy: str = ""
-    exit_code: int = ExitCode.DONE
+    remedy: str = ""  # how to mend it, empty if the status is "ok"
+    exit_code: int = ExitCode.DONE  # of the command if nothing else fails
 
 
 ok, warn = partial(Finding, "ok"), partial(Finding, "warn")
