@@ -177,12 +177,7 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float, top_p: flo
     2409.02908). For equal logits [P, V] a number gives the same token on every device, unless it is within rounding
     (about 1e-15) of the boundary between two tokens.
 
-    Args:
-        uniforms: Numbers in [0, 1), float64 [P].
-        top_p: See `token_probabilities`.
-
-    Returns:
-        Token ids [P] and their log probabilities, float64 [P].
+    `uniforms` are numbers in [0, 1), float64 [P]. Return token ids [P] and their log probabilities, float64 [P].
     """
     chunks = zip(logits.split(CHUNK_ROWS), uniforms.split(CHUNK_ROWS), strict=True)
     drawn, log_p = zip(*(_draw(*chunk, temperature, top_p) for chunk in chunks), strict=True)

@@ -74,7 +74,7 @@ class StepLog:
 
     def start_interval(self, now: CpuTimes | None = None) -> None:
         """Start the clock of the next record. Pass CPU times that have just been read as `now`."""
-        self._data_wait_s = 0.0
+        self.data_wait_s = 0.0  # that steps have waited for their micro-batches
         self._cpu_times = now or cpu_times()
         self._start_time, self._start_compute = time.perf_counter(), self.engine.compute_timer.seconds()
 
@@ -87,10 +87,6 @@ class StepLog:
         # No `finally` is needed, because an error in the body ends the run.
         self._start_time += time.perf_counter() - started
         self._start_compute += timer.seconds() - computed
-
-    def add_data_wait(self, seconds: float) -> None:
-        """Count time that a step waited for its micro-batches."""
-        self._data_wait_s += seconds
 
     def count(self, step: FinishedStep, accepted: bool) -> None:
         """Count a step, with numbers on the host, for the next record. Only accepted steps enter its means."""
@@ -125,7 +121,7 @@ class StepLog:
             "speed/tflops_per_s": self._flops / seconds / 1e12,
             **({"speed/mfu": self._flops / seconds / self._peak_flops} if self._peak_flops is not None else {}),
             "speed/step_s": seconds / self._steps,
-            "speed/data_wait_s": self._data_wait_s / self._steps,
+            "speed/data_wait_s": self.data_wait_s / self._steps,
             "data/tokens": state.tokens_seen,
             "data/steps": self._steps,  # in the means: fewer after a resume and where steps were skipped
             "data/tokens_per_step": self._tokens / self._steps,

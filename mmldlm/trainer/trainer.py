@@ -137,7 +137,7 @@ class Trainer:
             if item is None:
                 break
             steps_done, micro_batches = item
-            self.log.add_data_wait(time.perf_counter() - started)
+            self.log.data_wait_s += time.perf_counter() - started
             if self.engine.watchdog is not None:
                 self.engine.watchdog.step = steps_done
             if self.config.model.dropout:
