@@ -1,4 +1,4 @@
-"""`Batch`, the micro-batch shared by all subsystems, and `PackedLayout`, the positions of its unpadded samples.
+"""Types that cross folders: `BatchSize`, `Batch` (a micro-batch), and `PackedLayout`, the positions of its samples.
 
 Shape letters: B samples, N tokens of the unpadded micro-batch, M latent tokens per sample, C latent channels.
 """
@@ -16,6 +16,34 @@ from torch import Tensor
 
 INDEX_TENSORS = ("sample_of_token", "position", "sample_of_latent", "joint_order", "joint_inverse", "joint_offsets")
 ACCURACY_STRIDE = 32  # training measures accuracy on every 32nd predicted token, which costs well under 1 % of a step
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """Batch sizes of one optimizer step."""
+
+    global_batch_size: int  # samples over all ranks
+    micro_batch_size: int  # samples of one forward pass on one rank (with a token budget: at most)
+    micro_batch_tokens: int = 0  # most text and latent tokens of one forward pass on one rank, 0 for no budget
+
+    def accumulation(self, world_size: int) -> int:
+        """Return how many micro-batches each rank has in the step (with a token budget: at most)."""
+        samples = 1 if self.micro_batch_tokens else self.micro_batch_size
+        return self.global_batch_size // (samples * world_size)
+
+    @property
+    def micro_batch(self) -> str:
+        """Size of a micro-batch for messages, such as "32 samples" or "up to 16,384 tokens"."""
+        tokens = self.micro_batch_tokens
+        return f"up to {tokens:,} tokens" if tokens else f"{self.micro_batch_size} samples"
+
+    def describe(self, world_size: int) -> str:
+        """Return the sizes for users, such as "128 samples = 2 processes x 32 samples x 2 micro-batches"."""
+        if self.micro_batch_tokens:
+            micro_batches = f"micro-batches of {self.micro_batch}"
+        else:
+            micro_batches = f"{self.micro_batch} x {self.accumulation(world_size)} micro-batches"
+        return f"{self.global_batch_size} samples = {world_size} processes x {micro_batches}"
 
 
 class LengthGroup(NamedTuple):

@@ -19,6 +19,7 @@ if __name__ == "__main__":  # do this before the imports below import torch
 from mmldlm.batch import Batch
 from mmldlm.config import RunConfig, load_config, require_paths, split_arguments
 from mmldlm.data.manifest import CHECKSUM_NAME, MANIFEST_NAME
+from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.launch import LauncherEnv, read_launcher_env
 from mmldlm.errors import ConfigError, ExitCode, UsageError, exit_process, run_command
 from mmldlm.settings.successors import refuse_removed
@@ -47,7 +48,7 @@ def train(
             train_step(trainer, steps_done, micro_batches)
 
 
-def train_step(trainer: Trainer, steps_done: int, micro_batches: Sequence[Batch]) -> None:
+def train_step(trainer: Trainer, steps_done: int, micro_batches: Sequence[Batch | NoisedBatch]) -> None:
     """Run the optimizer step that follows `steps_done` steps, on this rank's micro-batches (collective)."""
     noised = trainer.corrupt(steps_done, micro_batches)  # q(z_t | x): masked tokens and noised latents
     totals = trainer.sync(steps_done, noised)  # starts an all-reduce: divisors of the losses, requests to stop or save

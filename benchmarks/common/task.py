@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from benchmarks.common.store_writer import StoreWriter
-from mmldlm.batch import Batch
+from mmldlm.batch import Batch, BatchSize
 from mmldlm.config import RunConfig, load_config
-from mmldlm.data.batch_schedule import BatchSize, deal
+from mmldlm.data.batch_schedule import deal
 from mmldlm.data.encoders import LsaEncoder
 from mmldlm.data.loader import collate
 from mmldlm.data.sampler import SampleOrder

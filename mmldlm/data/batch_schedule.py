@@ -12,30 +12,11 @@ from typing import Literal
 
 import numpy as np
 
+from mmldlm.batch import BatchSize
 from mmldlm.errors import ConfigError
 from mmldlm.settings.declaration import setting
 
 _Size = Literal["global_batch_size", "micro_batch_size", "micro_batch_tokens"]
-
-
-@dataclass(frozen=True)
-class BatchSize:
-    """Batch sizes of one optimizer step."""
-
-    global_batch_size: int  # samples over all ranks
-    micro_batch_size: int  # samples of one forward pass on one rank (with a token budget: at most)
-    micro_batch_tokens: int = 0  # most text and latent tokens of one forward pass on one rank, 0 for no budget
-
-    def accumulation(self, world_size: int) -> int:
-        """Return how many micro-batches each rank has in the step (with a token budget: at most)."""
-        samples = 1 if self.micro_batch_tokens else self.micro_batch_size
-        return self.global_batch_size // (samples * world_size)
-
-    @property
-    def micro_batch(self) -> str:
-        """Size of a micro-batch for messages, such as "32 samples" or "up to 16,384 tokens"."""
-        tokens = self.micro_batch_tokens
-        return f"up to {tokens:,} tokens" if tokens else f"{self.micro_batch_size} samples"
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from mmldlm.batch import Batch
-from mmldlm.data.batch_schedule import BatchSize, deal, largest_micro_batches, largest_possible
+from mmldlm.batch import Batch, BatchSize
+from mmldlm.data.batch_schedule import deal, largest_micro_batches, largest_possible
 from mmldlm.data.sampler import make_sample_order
 from mmldlm.data.store import Split, Store
 from mmldlm.data.workers import ignore_signals_in_worker, read_batches
@@ -24,7 +24,7 @@ from mmldlm.errors import ConfigError, DataError
 from mmldlm.settings.declaration import setting
 from mmldlm.utils.short_repr import display_name
 
-Corrupt = Callable[[int, Sequence[Batch]], list[Batch]]
+Corrupt = Callable[[int, Sequence[Batch]], list[Any]]
 
 SEARCHED_SAMPLES = 1 << 16  # looked at together by `largest_step`
 
@@ -115,7 +115,7 @@ class Loader:
             device_type: Decides about the default number of workers and pinned memory.
             corrupt: Returns a step's micro-batches in their corrupted form, given the number of steps done before. The
                 loader calls it if it has workers, or if batches go to a GPU. A CPU run without workers would gain
-                nothing, so there the trainer corrupts the micro-batches.
+                nothing, so there `steps` yields each micro-batch as a `Batch`.
         """
         assert 0 <= rank < world_size
         self.batch_at = batch_at
@@ -140,7 +140,7 @@ class Loader:
 
     def steps(
         self, start_step: int, stop_step: int, start_sample: int | None = None
-    ) -> Iterator[tuple[int, list[Batch]]]:
+    ) -> Iterator[tuple[int, list[Any]]]:
         """Yield (step, this rank's micro-batches) for steps [start_step, stop_step), counted from 0.
 
         Only one such iterator can be active: the next call ends it and keeps the workers. `start_sample` is the
@@ -271,7 +271,7 @@ class _StepDataset(Dataset):
             lengths[places] = self.split.lengths[samples[places]]
         return samples, lengths
 
-    def __getitem__(self, item: tuple[int, int, BatchSize]) -> list[Batch] | DataError:
+    def __getitem__(self, item: tuple[int, int, BatchSize]) -> list[Any] | DataError:
         step, position, size = item
         try:
             batches = self.read(position, size, self.rank)

@@ -25,25 +25,15 @@ Fit = Callable[[list[list[int]], Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TextRequest:
-    """Texts to generate from n latents.
+    """Texts to generate from n latents."""
 
-    Attributes:
-        latents: [n, M, C], on the device.
-        max_length: Tokens of the longest text.
-        count: Texts of each latent.
-        lengths: Number of tokens of each latent's texts. None: lengths around the median of the length head.
-        template: Text to infill: only its [MASK] tokens are generated.
-        prefixes: Prefix of each latent's texts, see `Sampler.generate`.
-        judged_by: The latents [n, M, C] that the texts should fit. By default `latents`.
-    """
-
-    latents: Tensor
-    max_length: int
-    count: int = 1
-    lengths: Sequence[int] | None = None
-    template: Sequence[int] | None = None
-    prefixes: Sequence[Sequence[int]] | None = None
-    judged_by: Tensor | None = None
+    latents: Tensor  # [n, M, C], on the device
+    max_length: int  # tokens of the longest text
+    count: int = 1  # texts of each latent
+    lengths: Sequence[int] | None = None  # tokens of each latent's texts. None: around the median of the length head
+    template: Sequence[int] | None = None  # text to infill: only its [MASK] tokens are generated
+    prefixes: Sequence[Sequence[int]] | None = None  # prefix of each latent's texts, see `Sampler.generate`
+    judged_by: Tensor | None = None  # the latents [n, M, C] that the texts should fit, by default `latents`
 
 
 def generate_best(
@@ -101,7 +91,10 @@ def generate_best(
     made = _best(made, owners, scores.masked_fill(unlikely[rows], -torch.inf), count)  # also back in order
     if fit is None or rounds == 0 or count > 1 or lengths is not None:
         return made
-    fits, passes = fit, made.passes
+    judge, passes = fit, made.passes
+
+    def score(texts: list[list[int]], numbers: Sequence[int]) -> Tensor:
+        return judge(texts, latents[list(numbers)])
 
     def propose(templates: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
         nonlocal passes
@@ -110,15 +103,7 @@ def generate_best(
         return sampler.likely_tokens(latents[list(numbers)], whole, PROPOSED)
 
     before = made.split()
-    found = search(
-        before,
-        rounds,
-        lambda tokens, numbers: fits(tokens, latents[list(numbers)]),
-        propose,
-        mask_id,
-        max_length,
-        sampler.every_step,
-    )
+    found = search(before, rounds, score, propose, mask_id, max_length, sampler.every_step)
     changed = torch.tensor([one != other for one, other in zip(before, found, strict=True)])
     log_p = made.log_p.masked_fill(changed, torch.nan)
     tokens = torch.tensor([token for each in found for token in each])
@@ -128,8 +113,7 @@ def generate_best(
 def _best(made: Generation, owners: Tensor, scores: Tensor, count: int) -> Generation:
     """Return the `count` texts of each latent with the best `scores` [B], different ones first.
 
-    Args:
-        owners: int64 [B]: the latent of each text. Each of the n latents has texts.
+    `owners`, int64 [B], has the latent of each text. Each of the n latents has texts.
     """
     tokens, order = made.split(), scores.argsort(descending=True, stable=True)
     kept: list[int] = []
@@ -140,13 +124,8 @@ def _best(made: Generation, owners: Tensor, scores: Tensor, count: int) -> Gener
         best = list(different.values())
         kept += [*best, *(index for index in ranked if index not in best)][:count]
     chosen = [tokens[index] for index in kept]
-    return Generation(
-        torch.tensor([token for sample in chosen for token in sample]),
-        tuple(map(len, chosen)),
-        made.latents[kept],
-        made.log_p[kept],
-        made.passes,
-    )
+    best_tokens = torch.tensor([token for text in chosen for token in text])
+    return Generation(best_tokens, tuple(map(len, chosen)), made.latents[kept], made.log_p[kept], made.passes)
 
 
 def lengths_around(medians: Tensor, count: int, max_length: int) -> Tensor:

@@ -3,51 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from mmldlm.batch import Batch, PackedLayout
+from mmldlm.batch import Batch, BatchSize, PackedLayout
 from mmldlm.diffusion.noise import ModeShares, TimeSampler, draw_noise, mode_weights_at
 from mmldlm.diffusion.objective import ON_HOST, NoisedBatch, Objective
-from mmldlm.utils.packed_tensors import PackedTensors
 
 IGNORED = -100  # a target that `F.cross_entropy` ignores
 OF_MASKED = ("positions", "targets", "token_weight", "trained_token_weight", "token_bin")  # a row per masked token
-
-
-@dataclass(frozen=True)
-class CorruptedBatch(Batch):
-    """A micro-batch that the loader has already corrupted, for the step that follows `steps_done` steps."""
-
-    steps_done: int
-    noised: NoisedBatch
-
-    def pin_memory(self) -> CorruptedBatch:
-        """Return the micro-batch with its corrupted form in pinned memory, ready to go to the device."""
-        return replace(self, noised=self.noised.pin_memory())
-
-    def __reduce__(self) -> Any:
-        # One buffer, because each tensor that a worker sends takes a file descriptor. The device's part is first.
-        names = ("tokens", "latents", "slots", "weights")
-        own = {f"batch.{name}": x for name in names if (x := getattr(self, name)) is not None}
-        on_host = {name: getattr(self.noised, name) for name in ON_HOST}
-        packed = PackedTensors.pack({**self.noised.tensors(), **on_host, **own})
-        return _received, (packed, self.lengths, self.noised.layout.lengths, self.steps_done)
-
-
-def _received(packed: PackedTensors, lengths: tuple[int, ...], filled: tuple[int, ...], steps_done: int) -> Batch:
-    """Rebuild a micro-batch that a worker has sent."""
-    tensors, stop = packed.tensors(), packed.places["counts"].start
-    own: Any = {name[len("batch.") :]: x for name, x in tensors.items() if name.startswith("batch.")}
-    own |= {"lengths": lengths, "sample_ids": tensors["sample_ids"], "steps_done": steps_done}
-    places = {name: place for name, place in packed.places.items() if place.start < stop}
-    layout = PackedLayout(filled, own["latents"].shape[1], num_filler=len(filled) - len(lengths))
-    on_device = PackedTensors(packed.buffer[:stop], places)
-    noised = NoisedBatch.from_packed(on_device, layout, tensors["counts"], tensors["sample_ids"])
-    return CorruptedBatch(**own, noised=noised)
 
 
 @dataclass(frozen=True)
@@ -55,11 +21,10 @@ class StaticSizes:
     """Fills micro-batches up to few sizes, so that one CUDA graph fits many of them.
 
     Tokens and masked tokens are rounded up to multiples of 1/32 of the token budget, e.g. 1,024 of 32,768. Every
-    micro-batch gets as many samples as the largest one of the step, plus the samples that the filler may need. Samples
-    have at most `max_length` tokens.
+    micro-batch gets as many samples as the largest one of the step, plus the samples that the filler may need.
     """
 
-    max_length: int
+    max_length: int  # tokens of the longest sample
 
     def fill(self, noised: Sequence[NoisedBatch], micro_batch_tokens: int) -> list[NoisedBatch]:
         """Return the micro-batches of a step, filled up with rows that no loss counts. A budget of 0 means none."""
@@ -84,16 +49,6 @@ class StaticSizes:
         return replace(batch, layout=layout, **filled)
 
 
-class StepSizes(Protocol):
-    """The two batch sizes that corruption needs, see `mmldlm.data.batch_schedule.BatchSize`."""
-
-    @property
-    def global_batch_size(self) -> int: ...
-
-    @property
-    def micro_batch_tokens(self) -> int: ...
-
-
 @dataclass(frozen=True)
 class Corruption:
     """Noises the micro-batches of a step on the host. The noise is a function of (seed, step, slot) alone."""
@@ -103,27 +58,17 @@ class Corruption:
     mode: ModeShares
     mode_schedule: Mapping[int, ModeShares]
     text_sampler: TimeSampler
-    batch_at: Callable[[int], StepSizes]  # given the number of steps done
+    batch_at: Callable[[int], BatchSize]  # given the number of steps done
     sizes: StaticSizes | None = None  # fills micro-batches up
 
-    def __call__(self, steps_done: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
-        """Noise the micro-batches of a step, except those that the loader has already corrupted for this step."""
+    def __call__(self, steps_done: int, micro_batches: Sequence[Batch | NoisedBatch]) -> list[NoisedBatch]:
+        """Noise the micro-batches of a step, except those that the loader has already noised."""
         size, weights = self.batch_at(steps_done), mode_weights_at(steps_done, self.mode, self.mode_schedule)
         samplers = self.text_sampler, self.objective.latent.sampler
         noised = []
         for batch in micro_batches:
-            if isinstance(batch, CorruptedBatch) and batch.steps_done == steps_done:
-                noised.append(batch.noised)
-            else:
+            if isinstance(batch, Batch):
                 noise = draw_noise(batch, self.seed, steps_done, size.global_batch_size, weights, *samplers)
-                noised.append(self.objective.corrupt(batch, noise))
+                batch = self.objective.corrupt(batch, noise)
+            noised.append(batch)
         return noised if self.sizes is None else self.sizes.fill(noised, size.micro_batch_tokens)
-
-    def in_loader(self, steps_done: int, micro_batches: Sequence[Batch]) -> list[Batch]:
-        """Return the micro-batches of a step together with their noised form, for `Loader`."""
-        return [
-            CorruptedBatch(
-                **{item.name: getattr(batch, item.name) for item in fields(Batch)}, steps_done=steps_done, noised=noised
-            )
-            for batch, noised in zip(micro_batches, self(steps_done, micro_batches), strict=True)
-        ]

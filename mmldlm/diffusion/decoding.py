@@ -3,8 +3,7 @@
 For ancestral decoding the host computes all steps in advance, since they depend on lengths and random numbers alone.
 Decoding by confidence reads after each step which tokens are still masked, and waits for the device.
 
-Shape letters: F tokens to generate, P tokens that a step predicts, R tokens that it masks again, V vocabulary. A row is
-an index into the F tokens.
+Shape letters: F tokens to generate (a row is an index into them), P tokens that a step predicts, V vocabulary.
 """
 
 from __future__ import annotations
@@ -138,8 +137,7 @@ def token_probabilities(logits: Tensor, temperature: float, top_p: float) -> Ten
 def without_neighbors(logits: Tensor, tokens: Tensor, positions: Tensor, layout: PackedLayout, words: Tensor) -> Tensor:
     """Forbid, at each position, the words already standing next to it. Returns logits [P, V].
 
-    A network that predicts each position by itself tends to write a word twice, since it expects the word at both
-    places.
+    A network that predicts each position by itself tends to write a word twice: it expects the word at both places.
 
     Args:
         tokens: The current tokens [N].
@@ -162,11 +160,7 @@ def hold_back_doubles(
     """If one step draws the same word twice side by side, postpone the less likely one. Returns `confidence` [P].
 
     Neither of the two draws saw the other. The postponed position stays masked until a later step, which sees its
-    neighbor, unless this step unmasks all tokens.
-
-    Args:
-        drawn: The tokens that were drawn at `positions`, int64 [P].
-        positions, words: See `without_neighbors`.
+    neighbor, unless this step unmasks all tokens. `drawn` are the tokens drawn at `positions`, int64 [P].
     """
     equal = (positions.diff() == 1) & (layout.sample_of_token[positions].diff() == 0)
     equal &= (drawn.diff() == 0) & words[drawn[1:]]
@@ -183,12 +177,7 @@ def draw_tokens(logits: Tensor, uniforms: Tensor, temperature: float, top_p: flo
     2409.02908). For equal logits [P, V] a number gives the same token on every device, unless it is within rounding
     (about 1e-15) of the boundary between two tokens.
 
-    Args:
-        uniforms: Numbers in [0, 1), float64 [P].
-        top_p: See `token_probabilities`.
-
-    Returns:
-        Token ids [P] and their log probabilities, float64 [P].
+    `uniforms` are numbers in [0, 1), float64 [P]. Return token ids [P] and their log probabilities, float64 [P].
     """
     chunks = zip(logits.split(CHUNK_ROWS), uniforms.split(CHUNK_ROWS), strict=True)
     drawn, log_p = zip(*(_draw(*chunk, temperature, top_p) for chunk in chunks), strict=True)

@@ -1,7 +1,6 @@
 """Gaussian diffusion of latents in continuous time: corruption, targets, conversions, losses, reverse steps.
 
-Shapes: x0, epsilon, z, v and all predictions are [B, M, C], and t is [B]. Latents have unit RMS, so x0 and epsilon both
-have norms near sqrt(C).
+Shapes: x0, epsilon, z, v and all predictions are [B, M, C], and t is [B]. Latents have unit RMS: norms near sqrt(C).
 """
 
 from __future__ import annotations
@@ -82,15 +81,9 @@ class LatentConfig:
     @property
     def sampler(self) -> TimeSampler:
         """Distribution of t_latent."""
-        return TimeSampler(
-            self.time_sampling,
-            self.location,
-            self.scale,
-            self.mode_scale,
-            self.stratified,
-            shift=self.time_shift or 1.0,
-            pure_noise=self.pure_noise,
-        )
+        distribution = self.time_sampling, self.location, self.scale, self.mode_scale
+        shift = self.time_shift or 1.0
+        return TimeSampler(*distribution, self.stratified, shift=shift, pure_noise=self.pure_noise)
 
     def resolve(self, numbers: int) -> LatentConfig:
         """Return the config with the default shift for texts whose latents have `numbers` = tokens x channels."""
@@ -113,11 +106,8 @@ class GaussianDiffusion:
 
     def __init__(self, config: LatentConfig, loss: LatentLoss, max_norm: float = math.inf, huber_delta: float = 1.0):
         self.noise_schedule = NOISE_SCHEDULES[config.noise_schedule]()
-        self.sampler = config.sampler
-        self.prediction_type = config.prediction
-        self.loss_kind = loss
-        self.max_norm = max_norm
-        self.huber_delta = huber_delta
+        self.sampler, self.prediction_type = config.sampler, config.prediction
+        self.loss_kind, self.max_norm, self.huber_delta = loss, max_norm, huber_delta
 
     def corrupt(self, x0: Tensor, epsilon: Tensor, t: Tensor) -> Tensor:
         """Return z_t = alpha x0 + sigma epsilon."""

@@ -42,8 +42,7 @@ def bound_terms(
 
     Returns:
         float64 [5, B] on the host. The rows are the noise time of the text, the number of masked tokens, the sum of
-        their nats, the sum weighted as in the bound (an unbiased estimate of the negative ELBO), and the nats of the
-        length.
+        their nats, the sum weighted as in the bound (an unbiased estimate of the negative ELBO), and the length's nats.
     """
     noise = draw_noise(batch, seed, draw, num_slots, mode_weights("l2t"), BOUND_SAMPLER)
     noise = replace(noise, t_latent=torch.full_like(noise.t_latent, t_latent))

@@ -61,9 +61,7 @@ class MaskedDiffusion:
     """
 
     def __init__(self, mask_id: int, loss: TextLoss, masks: Masks = "exact", prefix_end: int = -1):
-        self.mask_id, self.prefix_end = mask_id, prefix_end
-        self.loss_kind = loss
-        self.masks = masks
+        self.mask_id, self.loss_kind, self.masks, self.prefix_end = mask_id, loss, masks, prefix_end
 
     def find_texts(self, tokens: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
         """Return on the host a mask of the tokens outside prefixes, bool [N], and their number by sample, int64 [B]."""

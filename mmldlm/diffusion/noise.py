@@ -1,9 +1,8 @@
 """Randomness of training and generation, with a separate random stream for each sample.
 
 In training the random numbers are a function of (seed, step, slot in the global batch). They do not depend on rank,
-world size, micro-batches or loader workers, so a run resumes and re-partitions exactly. `random_stream` makes the
-streams. We draw everything on the host: it is little data, and the host then knows the positions of masked tokens
-without waiting for a device.
+world size, micro-batches or loader workers, so a run resumes and re-partitions exactly. We draw everything on the host:
+it is little data, and the host then knows the positions of masked tokens without waiting for a device.
 """
 
 from __future__ import annotations
@@ -56,11 +55,8 @@ def mode_stages(mode: ModeShares, mode_schedule: Mapping[int, ModeShares]) -> di
         ValueError: A step is below 0, a mode is unknown, or weights are invalid. The message names the key.
     """
     stages: dict[int, dict[Mode, float]] = {}
-    given = [
-        ("mode", 0, mode),
-        *((f"mode_schedule.{step}", step, mode_schedule[step]) for step in sorted(mode_schedule)),
-    ]
-    for key, step, shares in given:
+    scheduled = ((f"mode_schedule.{step}", step, mode_schedule[step]) for step in sorted(mode_schedule))
+    for key, step, shares in [("mode", 0, mode), *scheduled]:
         if step < 0:
             raise ValueError(f"{key}: expected an optimizer step, at least 0, found {step}")
         try:
@@ -140,8 +136,7 @@ def sample_noise(batch: Batch, seed: int, step: int) -> tuple[Tensor, Tensor]:
 class SampleStreams:
     """Random numbers of one generation, from one stream per sample: a function of (seed, kind, slot).
 
-    The result for a sample does not depend on its batch, its rank or the number of ranks. Generations of different
-    kinds are independent.
+    A sample's result depends on neither its batch nor the ranks. Generations of different kinds are independent.
     """
 
     def __init__(self, seed: int, kind: int, slots: Tensor):

@@ -4,8 +4,7 @@ The network is an argument: any callable with the signature of `MMDiT.forward`, 
 a perfect denoiser in a test. Losses are sums over samples and tokens, divided once by counts over the whole global
 batch, so the gradient does not depend on how the global batch is split into ranks and micro-batches.
 
-Shape letters: B samples, N tokens of the whole unpadded micro-batch, P masked tokens, M latent tokens of a sample,
-C latent channels, S sums.
+Shape letters: B samples, N tokens of the unpadded micro-batch, P masked tokens, M latent tokens, C channels, S sums.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -37,9 +36,8 @@ class LossConfig:
 
     text: TextLoss = setting(
         "elbo",
-        "text loss in training. elbo: a bound of the likelihood, in nats per token. masked_mean: plain mean "
-        "over masked tokens, in which samples with few masks weigh less. Validation and evaluation always "
-        "measure the bound",
+        "text loss in training. elbo: a bound of the likelihood, in nats per token. masked_mean: plain mean over "
+        "masked tokens, in which samples with few masks weigh less. Validation and evaluation always measure the bound",
     )
     latent: LatentLoss = setting(
         "cosine",
@@ -75,9 +73,7 @@ class LossConfig:
         0.0, "in training, fraction of each token's target that is spread over all tokens", at_least=0, below=1
     )
     z_loss: float = setting(
-        0.0,
-        "in training, weight of the squared log of the text head's softmax denominator, e.g. 1e-4",
-        at_least=0,
+        0.0, "in training, weight of the squared log of the text head's softmax denominator, e.g. 1e-4", at_least=0
     )
     length_weight: float = setting(0.01, "weight of the length head's loss", at_least=0)
 
@@ -122,15 +118,8 @@ class NoisedBatch:
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, PackedLayout, Tensor, Tensor]:
         """The arguments of the network, in order."""
-        return (
-            self.noised_tokens,
-            self.noised_latents,
-            self.t_text,
-            self.t_latent,
-            self.layout,
-            self.positions,
-            self.targets,
-        )
+        times = self.t_text, self.t_latent
+        return self.noised_tokens, self.noised_latents, *times, self.layout, self.positions, self.targets
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that go to a device, by name, including the layout's tensors."""
@@ -151,6 +140,12 @@ class NoisedBatch:
         vars(batch)["packed"] = packed
         return batch
 
+    def __reduce__(self) -> Any:
+        # One buffer, because each tensor that a worker sends takes a file descriptor. The device's part is first.
+        packed = PackedTensors.pack(self.tensors() | {name: getattr(self, name) for name in ON_HOST})
+        layout = PackedLayout(self.layout.lengths, self.layout.latent_tokens, num_filler=self.layout.num_filler)
+        return _received, (packed, layout)
+
     def pin_memory(self) -> NoisedBatch:
         """Return the batch in pinned memory, in one buffer."""
         return self.from_packed(self.packed.pin_memory(), self.layout, self.counts, self.sample_ids)
@@ -162,14 +157,18 @@ class NoisedBatch:
         return self.from_packed(self.packed.to(device), self.layout, self.counts, self.sample_ids)
 
 
+def _received(packed: PackedTensors, layout: PackedLayout) -> NoisedBatch:
+    """Rebuild a batch that a worker of the loader has sent."""
+    tensors, stop = packed.tensors(), packed.places[ON_HOST[0]].start
+    places = {name: place for name, place in packed.places.items() if place.start < stop}
+    on_device = PackedTensors(packed.buffer[:stop], places)
+    return NoisedBatch.from_packed(on_device, layout, *(tensors[name] for name in ON_HOST))
+
+
 class Objective:
-    """Losses of a micro-batch.
+    """Losses of a micro-batch. `stats` names the entries of the reported sums [S].
 
-    Args:
-        accuracy: Count correctly predicted tokens. In training the network must then return `Prediction.is_best`.
-
-    Attributes:
-        stats: Entries of the reported sums [S] and their counts.
+    With `accuracy` it counts correctly predicted tokens. In training the network must then return `Prediction.is_best`.
     """
 
     def __init__(
@@ -215,26 +214,22 @@ class Objective:
         positions = masked.nonzero().squeeze(1)
         sample = layout.sample_of_token[positions]
         trains_text = noise.mode != MODES.index("t2l")
-        trains_latent = noise.mode != MODES.index("l2t")
         text_bin, latent_bin = (self.stats.bin_of(noise.mode, t) for t in (noise.t_text, noise.t_latent))
         token_weight = self.text.weights(noise.t_text, lengths, noise.importance) * trains_text
+        latent_weight = (noise.mode != MODES.index("l2t")).float()
         # How many tokens of each sample the text loss averages over.
         loss_tokens = lengths if self.text.loss_kind == "elbo" else torch.bincount(sample, minlength=len(lengths))
         # Limits and time weights change the trained loss only, so that you can compare reported losses across runs.
-        trained_token_weight = trained_latent_weight = None
-        if self.config.text_weight_limit is not None:
-            limited = self.text.weights(noise.t_text, lengths, noise.importance, self.config.text_weight_limit)
-            trained_token_weight = (limited * trains_text)[sample]
+        trained_token_weight, trained_latent_weight = token_weight, latent_weight
+        if (limit := self.config.text_weight_limit) is not None:
+            trained_token_weight = self.text.weights(noise.t_text, lengths, noise.importance, limit) * trains_text
         if self.config.latent_time_weighting == "min_snr":
             time_weight = self.latent.min_snr_weight(noise.t_latent, self.config.min_snr_gamma)
-            trained_latent_weight = time_weight * trains_latent
+            trained_latent_weight = time_weight * latent_weight
         # So do weights of samples. Their mean is 1, so the divisors of the losses are the same.
-        if (weights := batch.weights) is not None:
-            token_weights = token_weight[sample] if trained_token_weight is None else trained_token_weight
-            trained_token_weight = token_weights * weights[sample]
-            trained_latent_weight = weights * (
-                trains_latent if trained_latent_weight is None else trained_latent_weight
-            )
+        if batch.weights is not None:
+            trained_token_weight = trained_token_weight * batch.weights
+            trained_latent_weight = trained_latent_weight * batch.weights
         return NoisedBatch(
             noised_tokens=batch.tokens.masked_fill(masked, self.text.mask_id),
             noised_latents=self.latent.corrupt(batch.latents, noise.epsilon, noise.t_latent),
@@ -244,16 +239,16 @@ class Objective:
             positions=positions,
             targets=batch.tokens[positions],
             token_weight=token_weight[sample],
-            trained_token_weight=trained_token_weight,
+            trained_token_weight=None if trained_token_weight is token_weight else trained_token_weight[sample],
             token_bin=text_bin[sample],
             latent_target=self.latent.target(batch.latents, noise.epsilon, noise.t_latent),
-            latent_weight=trains_latent.float(),
-            trained_latent_weight=trained_latent_weight,
+            latent_weight=latent_weight,
+            trained_latent_weight=None if trained_latent_weight is latent_weight else trained_latent_weight,
             latent_bin=latent_bin,
             length_target=lengths - 1,
             counts=self.stats.counts(text_bin, latent_bin, loss_tokens, len(positions)),
             sample_ids=batch.sample_ids,
-            trained_length_weight=weights,
+            trained_length_weight=batch.weights,
         )
 
     def divisors(self, totals: Sequence[float], noised: NoisedBatch) -> Tensor:
@@ -283,12 +278,9 @@ class Objective:
         config, stats = self.config, self.stats
         text_terms, latent_pred, length_logits, *optional = model(*noised.inputs)
         text_sums, trained_text, aux = self._text_loss(text_terms, noised)
-        latent_sums, trained_latent = self._weighted_sums(
-            self.latent.losses(latent_pred, noised.latent_target),
-            noised.latent_weight,
-            noised.trained_latent_weight,
-            noised.latent_bin,
-        )
+        latent_losses = self.latent.losses(latent_pred, noised.latent_target)
+        latent_weights = noised.latent_weight, noised.trained_latent_weight
+        latent_sums, trained_latent = self._weighted_sums(latent_losses, *latent_weights, noised.latent_bin)
         if noised.trained_length_weight is None:
             length_sum = trained_length = F.cross_entropy(length_logits, noised.length_target, reduction="sum")
         else:

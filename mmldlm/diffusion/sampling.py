@@ -53,9 +53,8 @@ class SamplingConfig:
     )
     temperature: float | None = setting(
         None,
-        "temperature of the token distributions; 0: take the most likely token. null: 0 if a latent gets one "
-        "text, since random draws only add errors, or if joint draws a latent of several tokens first; "
-        "otherwise 0.6",
+        "temperature of the token distributions; 0: take the most likely token. null: 0 if a latent gets one text, "
+        "since random draws only add errors, or if joint draws a latent of several tokens first; otherwise 0.6",
         at_least=0,
         advice="1 if samples should follow the likelihood",
     )
@@ -182,21 +181,15 @@ class Generation:
 
 @dataclass(frozen=True)
 class Sampler:
-    """A trained network with its two processes, and how to generate with it.
-
-    Attributes:
-        words: bool [V], True for tokens that are words. `doubled_words: avoid` places no word next to itself.
-        on_step: Called at the start, and after each step that generates text.
-        every_step: Run the network also in steps that need no prediction on this rank, since other ranks may need one.
-    """
+    """A trained network with its two processes, and how to generate with it."""
 
     model: Network
     text: MaskedDiffusion
     latent: GaussianDiffusion
     config: SamplingConfig
-    words: Tensor | None = None
-    on_step: OnStep | None = None
-    every_step: bool = False
+    words: Tensor | None = None  # bool [V], True for words. `doubled_words: avoid` places no word next to itself
+    on_step: OnStep | None = None  # called at the start, and after each step that generates text
+    every_step: bool = False  # run the network also where this rank needs no prediction: other ranks may need one
 
     @torch.no_grad()
     def generate(
@@ -348,9 +341,7 @@ class Sampler:
     def likely_tokens(self, latents: Tensor, texts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
         """Return the `count` likeliest tokens, the best first, for the one [MASK] of each of n texts.
 
-        Args:
-            latents: [n, M, C]
-            texts: Tokens of each text, after an optional prefix.
+        The latents are [n, M, C]. A text is given as tokens, after an optional prefix.
         """
         order, device = sorted(range(len(texts)), key=lambda row: len(texts[row])), latents.device
         parts = [order[first : first + MASKED_TEXTS] for first in range(0, len(order), MASKED_TEXTS)]

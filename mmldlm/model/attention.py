@@ -60,10 +60,7 @@ def resolve_backend(
 ) -> Backend:
     """Return the backend to use, or raise `ConfigError` if the requested one does not run there.
 
-    Args:
-        requested: Value of `attention.backend`.
-        head_width: Channels of one head.
-        capability: Compute capability of the GPU. None, if it is unknown, counts as Ampere.
+    `capability` is the compute capability of the GPU. None, if it is unknown, counts as Ampere.
     """
     where = (device_type, precision, head_width, capability or AMPERE)
     missing: dict[Backend, str] = {"varlen": _missing("varlen", *where), "efficient": _missing("efficient", *where)}
@@ -131,7 +128,7 @@ def joint_attention(
         The outputs of latents [B*M, H, K] and text [N, H, K].
     """
     if isinstance(rows, PackedLayout):
-        return BACKENDS[backend](latent_qkv, text_qkv, rows)
+        return _grouped_sdpa(latent_qkv, text_qkv, rows)
     q, k, v = _Reorder.apply(torch.cat([latent_qkv, text_qkv]), rows.order, rows.inverse).unbind(1)
     return attend_jointly(q, k, v, rows, backend, len(latent_qkv))
 
@@ -145,11 +142,6 @@ def attend_jointly(
     return latents, text
 
 
-def heads_first(qkv: Tensor) -> tuple[Tensor, ...]:
-    """Return q, k and v, each [samples, H, S, K], from [samples, S, 3, H, K]."""
-    return qkv.permute(2, 0, 3, 1, 4).unbind()
-
-
 def _grouped_sdpa(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) -> tuple[Tensor, Tensor]:
     """Call SDPA once for each group of equal lengths, with each sample's latents before its tokens."""
     m, (heads, head_width) = layout.latent_tokens, text_qkv.shape[-2:]
@@ -161,7 +153,7 @@ def _grouped_sdpa(latent_qkv: Tensor, text_qkv: Tensor, layout: PackedLayout) ->
     for group, count, latent, text in zip(layout.groups, counts, latents, texts, strict=True):
         rows = [latent.unflatten(0, (count, m)), text.unflatten(0, (count, group.length))]
         # [samples, M + length, 3, H, K]: all samples of the group have one length, so no mask is needed.
-        q, k, v = heads_first(torch.cat(rows, dim=1))
+        q, k, v = torch.cat(rows, dim=1).permute(2, 0, 3, 1, 4).unbind()  # each [samples, H, M + length, K]
         out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2)
         latent_part, text_part = out.split([m, group.length], dim=1)
         latent_out.append(latent_part.reshape(-1, heads, head_width))
@@ -207,13 +199,13 @@ class _Reorder(torch.autograd.Function):
     """Permutation of rows. Its gradient is the inverse permutation: without atomic adds, so deterministic."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
         return x.index_select(0, order)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors  # type: ignore[attr-defined]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
 
 
@@ -222,5 +214,3 @@ JOINT_BACKENDS: dict[Backend, Callable[[Tensor, Tensor, Tensor, JointRows], Tens
     "efficient": _efficient,
     "math": _math,
 }
-# These backends take the two streams and their layout.
-BACKENDS: dict[str, Callable[[Tensor, Tensor, Any], tuple[Tensor, Tensor]]] = {"sdpa": _grouped_sdpa}

@@ -93,10 +93,7 @@ class ModelFlops:
     def step_flops(self, tokens: float, masked_tokens: float, samples: int, latent_tokens: int, pairs: float) -> float:
         """Return the FLOPs of forward and backward pass.
 
-        Args:
-            masked_tokens: Tokens that the text head predicts in the step.
-            latent_tokens: Latent tokens of one sample.
-            pairs: Pairs of query and key in the step, latents among them.
+        The text head predicts `masked_tokens`. A sample has `latent_tokens`. `pairs` of query and key include latents.
         """
         forward = (
             tokens * self.token

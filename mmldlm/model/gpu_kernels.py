@@ -51,15 +51,8 @@ def _head_places(
     row, channels = pair // heads, tl.arange(0, block)[None]
     at = ((3 * row + part) * heads + pair % heads) * width + channels
     mask = (row < num_rows) & (channels < width // 2)
-    return (
-        row,
-        row < num_latents,
-        channels,
-        mask,
-        at,
-        at - num_latents * 3 * heads * width,
-        pair % heads * width + channels,
-    )
+    text_at, head_at = at - num_latents * 3 * heads * width, pair % heads * width + channels
+    return row, row < num_latents, channels, mask, at, text_at, head_at
 
 
 @triton.jit
@@ -236,8 +229,7 @@ class JointHeads(Function):
     """`ops.normalize_heads` of both streams into the rows of joint attention, in one pass over memory each way.
 
     The arguments are q, k and v of latents [B*M, 3, H, K] and text [N, 3, H, K], the scales of latents and text, cosine
-    and sine of the text's positions, and the place of each row of cat(latents, text) among the joint rows. All sums
-    have a fixed order.
+    and sine of the text's positions, and the joint row of each row of cat(latents, text). All sums have a fixed order.
     """
 
     @staticmethod

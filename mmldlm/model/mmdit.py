@@ -33,15 +33,7 @@ from mmldlm.model.layers import (
     modulate_at_once,
     rotary_angles,
 )
-from mmldlm.model.ops import (
-    SampleRows,
-    Stream,
-    gather_rows,
-    gpu_kernels,
-    load_gpu_kernels,
-    modulated,
-    runs_on_cpu,
-)
+from mmldlm.model.ops import SampleRows, Stream, gather_rows, gpu_kernels, load_gpu_kernels, modulated, runs_on_cpu
 from mmldlm.model.parts import Part, part_of
 from mmldlm.settings.declaration import setting
 
@@ -54,10 +46,7 @@ class ModelConfig:
     """Sizes and variants of the network."""
 
     depth: int = setting(
-        4,
-        "number of MMDiT blocks",
-        at_least=1,
-        advice="Change it together with the width; configs/ has four sizes",
+        4, "number of MMDiT blocks", at_least=1, advice="Change it together with the width; configs/ has four sizes"
     )
     width: int = setting(256, "width D of the text stream", at_least=8)
     latent_width: int | None = setting(
@@ -69,10 +58,7 @@ class ModelConfig:
         "wider than the default",
     )
     num_heads: int = setting(
-        4,
-        "heads of the joint attention",
-        at_least=1,
-        advice="Heads of 64 channels are usual: width / 64",
+        4, "heads of the joint attention", at_least=1, advice="Heads of 64 channels are usual: width / 64"
     )
     mlp: Literal["swiglu", "gelu"] = setting("swiglu", "type of feed-forward network")
     mlp_ratio: float = setting(

@@ -6,8 +6,7 @@ formula, since the compiler itself chooses which results to save. All functions 
 their inputs, except that SwiGLU rounds SiLU to the type of its input before the product. On a CPU all but SwiGLU
 process the rows in chunks that fit into a core's cache together with their results.
 
-Shape letters: B samples, T rows of a stream, D width, O outputs of a linear layer, H heads, K width of a head, F hidden
-width.
+Shape letters: B samples, T rows of a stream, D width, F hidden width, O outputs of a layer, H heads, K width of a head.
 """
 
 from __future__ import annotations
@@ -421,7 +420,7 @@ def swiglu_linear(hidden_T2F: Tensor, weight_OF: Tensor) -> Tensor:
 class _NormalizeHeads(Function):
     @staticmethod
     def forward(ctx: Any, qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        cos, sin = (None, None) if rotary is None else _per_head(rotary)
+        cos, sin = (None, None) if rotary is None else (angle[:, None, None] for angle in rotary)
         ctx.save_for_backward(qkv_T3HK, weight_2K, cos, sin)
         out_T3HK = torch.empty_like(qkv_T3HK)
         for qkv, cosine, sine, out in _row_chunks(qkv_T3HK, cos, sin, out_T3HK):
@@ -488,13 +487,7 @@ def normalize_heads(qkv_T3HK: Tensor, weight_2K: Tensor, rotary: tuple[Tensor, T
     """
     qk = F.rms_norm(qkv_T3HK[:, :2].float(), qkv_T3HK.shape[-1:], eps=EPSILON) * weight_2K[:, None]
     if rotary is not None:
-        cos, sin = (angle[..., None, :] for angle in _per_head(rotary))
+        cos, sin = (angle[:, None, None, None] for angle in rotary)
         halves, sign = qk.unflatten(-1, (2, -1)), torch.arange(-1, 2, 2, device=qk.device)[:, None]
         qk = (halves * cos + halves.flip(-2) * (sign * sin)).flatten(-2)
     return torch.cat([qk.to(qkv_T3HK.dtype), qkv_T3HK[:, 2:]], dim=1)
-
-
-def _per_head(rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine as [T, 1, 1, K/2]."""
-    cos, sin = rotary
-    return cos[:, None, None], sin[:, None, None]

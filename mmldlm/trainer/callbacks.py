@@ -6,13 +6,10 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
-from mmldlm.config import RunConfig
-from mmldlm.distributed.engine import Engine
 from mmldlm.telemetry.profiler import StepProfiler
 from mmldlm.trainer.replica_check import ReplicaCheck
-from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_numbers import StepNumbers
-from mmldlm.trainer.validation import Quality, Validation
+from mmldlm.trainer.validation import Validation
 from mmldlm.utils.callback import Callback
 
 COLLECT_EVERY = 50  # steps: reference cycles that a step leaves behind stay in memory this long
@@ -22,16 +19,14 @@ class ScheduledCollection(Callback):
     """Collects garbage at the same steps on all ranks, and at no other time until `close`.
 
     If Python started a collection by itself, it would stall one rank, and all others would wait. Objects that exist
-    after the first step, imports among them, live until the end of the run. Later collections skip them and so take
-    milliseconds.
+    after the first step live until the end of the run, where the trainer unfreezes them. Later collections skip them.
     """
 
     def __init__(self) -> None:
-        self._was_enabled, self._had_frozen, self._is_first_step = gc.isenabled(), gc.get_freeze_count() > 0, True
+        self._was_enabled, self._is_first_step = gc.isenabled(), True
         gc.disable()
 
     def after_step(self, step: int) -> None:
-        """Collect garbage if it is due after this step."""
         if self._is_first_step or step % COLLECT_EVERY == 0:
             gc.collect()
         if self._is_first_step:
@@ -39,21 +34,16 @@ class ScheduledCollection(Callback):
             self._is_first_step = False
 
     def close(self) -> None:
-        """Re-enable Python's automatic collection."""
-        if not self._had_frozen:
-            gc.unfreeze()
         if self._was_enabled:
             gc.enable()
 
 
-def build_callbacks(
-    config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers, save: Callable[..., None]
-) -> list[Callback]:
+def build_callbacks(numbers: StepNumbers, save: Callable[..., None]) -> list[Callback]:
     """Return the callbacks of a run. `save` starts a checkpoint, see `Trainer.save`."""
+    config, engine = numbers.config, numbers.engine
     return [
         ReplicaCheck(engine, config.guard.verify_updates_every),
-        Validation(config, components, engine, numbers, save),
-        Quality(config, components, engine, numbers),
+        Validation(numbers, save),
         ScheduledCollection(),
         StepProfiler(config.profile, Path(config.run.dir), engine.rank, engine.device.type),
     ]

@@ -28,12 +28,12 @@ from mmldlm.checkpoint.store import CheckpointStore, write_files
 from mmldlm.checkpoint.tensors import write_tensors
 from mmldlm.config import RunConfig, with_absolute_paths
 from mmldlm.data.store import Store
-from mmldlm.distributed.engine import Engine
 from mmldlm.errors import MmldlmError
 from mmldlm.loading.compatibility import LATENTS_NAME, identity
 from mmldlm.settings.fields import to_yaml
 from mmldlm.telemetry.tracker import Tracker
 from mmldlm.trainer.restore import RestoredRun
+from mmldlm.trainer.setup import Components
 from mmldlm.trainer.signals import SignalRequests
 from mmldlm.utils.files import FileInfo, sha256
 
@@ -73,19 +73,14 @@ class _PendingCheckpoint:
 class Checkpointer:
     """Writes the checkpoints of a run, one at a time. A user can ask for one by SIGUSR1.
 
-    All methods are collective, except `due`, `save_requested`, `record`, `close` and the properties. Each checkpoint
+    All methods are collective, except `save_requested`, `record`, `close` and the properties. Each checkpoint
     stores some keys of `report`, the start-up report.
     """
 
     def __init__(
-        self,
-        config: RunConfig,
-        engine: Engine,
-        restored: RestoredRun,
-        report: Mapping[str, Any],
-        data: Store,
-        signals: SignalRequests,
+        self, components: Components, restored: RestoredRun, report: Mapping[str, Any], signals: SignalRequests
     ):
+        config, engine, data = components.config, components.engine, components.store
         self.config, self.engine, self.signals, self.mirror = config, engine, signals, restored.mirror
         run_dir = Path(config.run.dir)
         self.store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.retention)
@@ -93,8 +88,7 @@ class Checkpointer:
         self.saved_at = restored.state.step if config.resume == "auto" and restored.state.step else None
         self._info = {key: report[key] for key in PROVENANCE} | {"identity": identity(config, data)}
         self._files = metadata_files(config, data) if engine.is_main else {}
-        self._request = run_dir / "CHECKPOINT"  # users create this file to ask for a checkpoint
-        self._requested = False
+        self._request = run_dir / "CHECKPOINT"  # users create this file to ask for a checkpoint, which removes it
         self._save_time = self._poll_time = time.monotonic()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._staging: dict[str, Tensor] = {}
@@ -105,10 +99,6 @@ class Checkpointer:
 
     # --- when to save --------------------------------------------------------------------------------------
 
-    def due(self, step: int) -> bool:
-        """Return whether the settings demand a checkpoint after `step`. All ranks get the same answer."""
-        return self.config.checkpoint.is_due(step)
-
     def save_requested(self) -> bool:
         """Return whether SIGUSR1 came or, on rank 0, the file `CHECKPOINT` exists or time is up."""
         minutes = self.config.checkpoint.every_minutes
@@ -117,13 +107,10 @@ class Checkpointer:
 
     def _file_requested(self) -> bool:
         now = time.monotonic()
-        if not self._requested and now - self._poll_time >= REQUEST_POLL_INTERVAL_S:
-            self._poll_time = now
-            # We delete the file at once, so remember the request until the next checkpoint.
-            if self._request.exists():
-                self._request.unlink(missing_ok=True)
-                self._requested = True
-        return self._requested
+        if now - self._poll_time < REQUEST_POLL_INTERVAL_S:
+            return False
+        self._poll_time = now
+        return self._request.exists()
 
     # --- writing -------------------------------------------------------------------------------------------
 
@@ -140,8 +127,7 @@ class Checkpointer:
     def save(self, state: TrainState, validation_loss: float | None = None) -> list[SavedCheckpoint]:
         """Start a checkpoint of the present state. If the previous one is still being written, wait for it first.
 
-        Return the checkpoints that this call completed. A checkpoint with a low `validation_loss` may be kept as one of
-        the best.
+        Return the checkpoints that this call completed. A low `validation_loss` may make a checkpoint one of the best.
 
         Raises:
             StorageError: There is not enough space, or the previous checkpoint could not be written.
@@ -155,10 +141,8 @@ class Checkpointer:
         saved = self.finish()
         tensors, groups = self._stage()
         needed = sum(engine.gather(sum(t.nbytes for group in groups.values() for t in group.values()), "size to save"))
-        name = ""
         with engine.raise_on_all_ranks("beginning of the checkpoint"):
-            if engine.is_main:
-                name = str(self.store.begin(step, needed))
+            name = str(self.store.begin(step, needed)) if engine.is_main else ""
         temporary = Path(engine.gather(name, "name of the checkpoint")[0])
         writers: dict[str, Any] = {
             tensor_file_name(group, engine.writer, engine.num_writers): partial(write_tensors, tensors=parts)
@@ -168,6 +152,7 @@ class Checkpointer:
         if engine.is_main:
             # Serialize now, because training goes on and changes the state while the thread writes.
             writers |= {**self._files, "state.json": state.to_json().encode()}
+            self._request.unlink(missing_ok=True)
         task = self._pool.submit(write_files, temporary, writers)
         info = {**self._info, "validation_loss": validation_loss, "overfitting": state.overfitting()}
         stall_s = time.perf_counter() - started
@@ -176,7 +161,7 @@ class Checkpointer:
             saved += self.finish()
         self.saved_at = step
         self._save_time = time.monotonic()
-        self.signals.save = self._requested = False
+        self.signals.save = False
         return saved
 
     def advance(self, ready: int, failed: int) -> list[SavedCheckpoint]:
@@ -281,8 +266,7 @@ class Checkpointer:
     def _host_buffer(self, part: Tensor) -> Tensor:
         """Return host memory for a copy of `part`. It is page-locked if `part` is on a GPU.
 
-        Each call that locks pages takes milliseconds, and PyTorch rounds its size up to a power of two. So tensors
-        share blocks.
+        Tensors share blocks: each call that locks pages takes milliseconds, and rounds up to a power of two.
         """
         if not part.is_cuda:
             return torch.empty_like(part, device="cpu")

@@ -35,16 +35,9 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None, gpus: 
     print(to_yaml(config))
     print("parameters           " + ", ".join(f"{name} {count:,}" for name, count in costs.parameters.items()))
     print(f"total parameters     {costs.step.parameters:,}, {costs.step.trained:,} trained")
-    for step, size in costs.batches.items():
-        print(
-            f"{f'  from step {step}' if step else 'global batch':<20} {size.global_batch_size} samples = "
-            f"{world_size} processes x "
-            + (
-                f"micro-batches of {size.micro_batch}"
-                if size.micro_batch_tokens
-                else f"{size.micro_batch} x {size.accumulation(world_size)} micro-batches"
-            )
-        )
+    batches = config.train.batch_stages(world_size)
+    for step, size in batches.items():
+        print(f"{f'  from step {step}' if step else 'global batch':<20} {size.describe(world_size)}")
     print(f"  a micro-batch      {costs.largest_micro_batch:,} text and latent tokens at most")
     for notice in data_notices(config, store, world_size, device_type):
         print(f"  notice             {notice}")
@@ -53,7 +46,7 @@ def print_estimate(config: RunConfig, accelerate_file: str | None = None, gpus: 
     attention = describe_attention(attention_backend(config, device_type))
     print(f"attention            {attention} on {device_type} in {config.precision}")
     print(f"optimizer            {costs.optimizer}")
-    rate = describe_lr(config.train.steps, config.optim, config.schedule, costs.batches[0].global_batch_size)
+    rate = describe_lr(config.train.steps, config.optim, config.schedule, batches[0].global_batch_size)
     print(f"learning rate        {rate}, of {config.train.steps} steps")
     if world_size == 1:
         mib = {purpose: size / MIB for purpose, size in costs.step.parts.items()}

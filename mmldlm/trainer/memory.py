@@ -17,8 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from mmldlm.config import RunConfig, resolve_precision
-from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.config import RunConfig
 from mmldlm.data.loader import Loader
 from mmldlm.data.store import Store
 from mmldlm.diffusion.noise import mode_stages
@@ -48,9 +47,8 @@ MAX_SEARCHED_STEPS = 4096  # steps of a stage that we search for the largest mic
 def activation_bytes(config: RunConfig, model: MMDiT, batch: NoisedBatch, device_type: str) -> int:
     """Return the most bytes that the forward and backward pass of a micro-batch need on top of weights and gradients.
 
-    All blocks together hold the tensors that the autograd functions of `mmldlm.model.ops` save. Memory then peaks in
-    one of three places: at the end of the forward pass, in the backward pass of the last block, or where a block is
-    recomputed.
+    All blocks together hold the tensors that the autograd functions of `mmldlm.model.ops` save. Memory then peaks at
+    the end of the forward pass, in the backward pass of the last block, or where a block is recomputed.
     """
     shape, sizes, on_gpu = model.shape, model.config, device_type != "cpu"
     item = DTYPES[model.precision].itemsize  # bytes of a number in matrix products
@@ -208,8 +206,7 @@ def _state(step: StepMemory, sharding: Sharding) -> tuple[float, float]:
     }[engine]
     ema = FLOAT32 * share * step.ema  # divided like the master weights
     device, host = (device, host + ema) if engine in OFFLOAD_ENGINES else (device + ema, host)
-    # FSDP2 cuts each parameter by rows and pads, so every rank holds as many rows as the fullest one. ZeRO pads flat
-    # buffers, which is negligible.
+    # FSDP2 cuts parameters by rows and pads, so every rank holds as many as the fullest one. ZeRO pads next to nothing.
     shards = sharding.shards if engine == FSDP2 else 1
     trained = sum(-(-rows // shards) * shards * prod(columns) for rows, *columns in step.trained_shapes)
     weights_share = share if engine in WEIGHT_SHARDING_ENGINES else 1.0
@@ -260,7 +257,6 @@ class Estimate:
     step: StepMemory
     tokens_per_step: float  # mean over the run
     flops_per_step: float  # matrix products of forward and backward on all ranks, mean over the run
-    batches: dict[int, BatchSize]  # by the first step with this size
     largest_micro_batch: int  # text and latent tokens
     world_size: int
     optimizer: str  # the implementation
@@ -281,7 +277,6 @@ def estimate(config: RunConfig, store: Store, world_size: int, device: str | Non
     of steps with the same modes and batch sizes. If a global batch cannot be divided evenly, this is a `ConfigError`.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    config = resolve_precision(config)
     config.train.check_batches(world_size)
     batch_at = partial(config.train.batch_at, world_size=world_size)
     loader = Loader(
@@ -291,8 +286,8 @@ def estimate(config: RunConfig, store: Store, world_size: int, device: str | Non
     model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
     corruption = build_corruption(config, build_objective(config, store.manifest))
     model_flops, split = ModelFlops.from_model(model), store.split("train")
-    steps, batches = config.train.steps, config.train.batch_stages(world_size)
-    starts = {*mode_stages(config.mode, config.mode_schedule), *batches}
+    steps, modes = config.train.steps, mode_stages(config.mode, config.mode_schedule)
+    starts = {*modes, *config.train.batch_stages(world_size)}
     flops, samples, most_tokens, activations = 0.0, 0, 0, 0
     # CUDA graphs add to gradients that stay in memory.
     has_gradients = device == "cuda" and world_size == 1 and bool(config.compile.graphs)
@@ -323,7 +318,6 @@ def estimate(config: RunConfig, store: Store, world_size: int, device: str | Non
         step=StepMemory.of(config, model, activations, has_gradients, device),
         tokens_per_step=split.mean_length * samples / steps,
         flops_per_step=flops / steps,
-        batches=batches,
         largest_micro_batch=most_tokens,
         world_size=world_size,
         optimizer=optimizer,

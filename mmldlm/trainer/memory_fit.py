@@ -15,10 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.batch import Batch
+from mmldlm.batch import Batch, BatchSize
 from mmldlm.checkpoint.state import TrainState
-from mmldlm.config import RunConfig
-from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.loader import Loader, fixed_batches
 from mmldlm.diffusion.noise import MODES, Noise
 from mmldlm.diffusion.objective import Network, NoisedBatch, Objective
@@ -30,22 +28,19 @@ from mmldlm.trainer.setup import Components
 from mmldlm.utils.progress import Progress
 
 
-def fit_run(
-    config: RunConfig, components: Components, engine: Engine, state: TrainState
-) -> tuple[RunConfig, Components, list[dict[str, Any]], list[str]]:
+def fit_run(components: Components, state: TrainState) -> tuple[Components, list[dict[str, Any]], list[str]]:
     """Try the largest micro-batch of the steps after `state` on all ranks (collective).
 
-    Return config and components with sizes that fit, a record of each change, and lines for the user. A micro-batch
-    that does not fit is a `ConfigError`. With `train.auto_micro_batch`, that can only be a single sample.
+    Return components with sizes that fit, a record of each change, and lines for the user. A micro-batch that does not
+    fit is a `ConfigError`. With `train.auto_micro_batch`, that can only be a single sample.
     """
-    train, loader = config.train, components.loader
+    train, engine, loader = components.config.train, components.engine, components.loader
     # On a CPU, only on request: Linux grants any memory and kills a process that uses too much.
     tries = train.auto_micro_batch or engine.device.type == "cuda"
     if not tries or engine.shards_parameters or state.step >= train.steps:
-        return config, components, [], []
+        return components, [], []
     stages, position = train.batch_stages(engine.world_size), state.samples_drawn
-    changes: list[dict[str, Any]] = []
-    lines: list[str] = []
+    changes, lines = list[dict[str, Any]](), list[str]()
     later = [start for start in stages if state.step < start < train.steps]
     with Progress(engine.is_main) as progress:
         progress.phase("trying the largest micro-batch", announce=False)
@@ -61,7 +56,7 @@ def fit_run(
                 with engine.raise_on_all_ranks("reading of the largest micro-batch"):
                     micro_batches = loader.read(place, size, int(owner))
                 fits = engine.gather(
-                    _fits(components, engine, micro_batches, int(index), size), "gather of what fits into memory"
+                    _fits(components, micro_batches, int(index), size), "gather of what fits into memory"
                 )
                 if all(fits):
                     break
@@ -76,9 +71,9 @@ def fit_run(
             position += (stop - start) * size.global_batch_size
     if changes:
         schedule: Any = {start: asdict(size) for start, size in stages.items()}
-        config = replace(config, train=replace(train, batch_schedule=schedule))
-        components = components.for_data(config, engine, components.store)
-    return config, components, changes, lines
+        config = replace(components.config, train=replace(train, batch_schedule=schedule))
+        components = components.for_data(config, components.store)
+    return components, changes, lines
 
 
 def _too_large(key: str, lengths: Sequence[int], rank: int) -> ConfigError:
@@ -111,9 +106,9 @@ def _halve(size: BatchSize, world_size: int, tokens: int) -> BatchSize:
     return replace(size, micro_batch_size=next(divisors))
 
 
-def _fits(components: Components, engine: Engine, batches: Sequence[Batch], index: int, size: BatchSize) -> bool:
+def _fits(components: Components, batches: Sequence[Batch], index: int, size: BatchSize) -> bool:
     """Return whether micro-batch `index` of a step fits on this rank, beside the gradients of other micro-batches."""
-    objective, sizes = components.objective, components.corruption.sizes
+    engine, objective, sizes = components.engine, components.objective, components.corruption.sizes
 
     def loss_of(network: Network) -> Tensor:
         # All micro-batches of a step are on the device together, see `Trainer.accumulate`.
@@ -135,9 +130,9 @@ def all_masked(objective: Objective, batch: Batch) -> NoisedBatch:
     return objective.corrupt(batch, noise)
 
 
-def warm_up(engine: Engine, components: Components) -> None:
+def warm_up(components: Components) -> None:
     """Run one sample forward and backward if the engine needs a warm-up, see `Engine.warm_up` (collective)."""
-    objective = components.objective
+    engine, objective = components.engine, components.objective
 
     def loss_of(network: Network) -> Tensor:
         sample = next(fixed_batches(components.store.split("train"), [0], micro_batch_size=1))

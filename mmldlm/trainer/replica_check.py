@@ -53,7 +53,8 @@ class ReplicaCheck(Callback):
         if engine.world_size == 1 or not self.every or not due:
             return
         self._is_first_step, lr = False, engine.unwrapped_optimizer.param_groups[0]["lr"]
-        stale = next((name for name, copy, master in engine.copied_weights() if not _is_copy(copy, master)), None)
+        weights = engine.copied_weights()
+        stale = next((name for name, copy, master in weights if not torch.equal(copy, master.to(copy))), None)
         names, rows = [], []
         for name, start, values in engine.network_weights():
             names.append(name)
@@ -66,9 +67,8 @@ class ReplicaCheck(Callback):
             if rates[rank] != rates[0]:
                 _fail(step, f"the learning rate is {rates[rank]:g} on rank {rank} and {rates[0]:g} on rank 0")
         if has_stale.any():
-            rank, name = next(
-                (rank, name) for rank, name in enumerate(engine.gather(stale, "weights that are stale")) if name
-            )
+            names_by_rank = engine.gather(stale, "weights that are stale")
+            rank, name = next((rank, name) for rank, name in enumerate(names_by_rank) if name)
             _fail(step, f"the network computes with another {name} than the optimizer has updated, on rank {rank}")
         # Non-finite weights are no disagreement: the guard acts on them in the next step.
         if math.isfinite(sums.sum()) and _spread(replicas, sums).any():
@@ -76,10 +76,6 @@ class ReplicaCheck(Callback):
             all_prints = engine.gather_vectors(prints.flatten(), "comparison of each weight").view(-1, len(names), 2)
             worst = int(_spread(replicas, all_prints, tolerance=0.0).amax(1).argmax())
             _fail(step, f"the replicas of the weights differ, most in {names[worst]}")
-
-
-def _is_copy(copy: Tensor, master: Tensor) -> bool:
-    return torch.equal(copy, master.to(copy.device, copy.dtype))
 
 
 def _spread(replicas: Tensor, by_rank: Tensor, tolerance: float = TOLERANCE) -> Tensor:

@@ -18,7 +18,6 @@ from mmldlm.checkpoint.tensors import TensorFiles, TensorSource
 from mmldlm.config import CONFIG_NAME, RunConfig, diff_configs, load_config, with_absolute_paths
 from mmldlm.data.manifest import LatentInfo
 from mmldlm.data.store import Store
-from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.optimizers import check_state_compatible
 from mmldlm.errors import ConfigError, DataError
 from mmldlm.loading.compatibility import check_compatible, saved_ema, saved_latent_stats
@@ -27,7 +26,7 @@ from mmldlm.loading.warm_start import find_source, warm_start
 from mmldlm.settings.declaration import dump
 from mmldlm.telemetry.metrics import recorded_run_id
 from mmldlm.trainer.branches import REWINDS_FILE, read_rewinds, with_rewinds
-from mmldlm.trainer.setup import Components, with_latent_stats
+from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_guard import SKIPS_FILE
 from mmldlm.utils.progress import Progress
 
@@ -51,21 +50,21 @@ class RestoredRun:
     run_id: str | None = None  # of the run that saved the checkpoint, or None if 0.1.0 saved it
 
 
-def restore_run(
-    config: RunConfig, components: Components, engine: Engine, run_dir: Path
-) -> tuple[RestoredRun, Components]:
+def restore_run(components: Components) -> tuple[RestoredRun, Components]:
     """Wrap the model for the engine and restore the run (collective). Raises as `restore_checkpoint` does.
 
     Return the state, and components that standardize latents as the run has done since step 0.
     """
-    store = CheckpointStore(run_dir / "checkpoints", config.checkpoint.retention)
+    config, engine, manifest = components.config, components.engine, components.store.manifest
+    store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.checkpoint.retention)
     place = config.checkpoint.mirror if engine.is_main else ""
     mirror = Mirror(place, store, MIRRORED_FILES) if place else None
     with Progress(engine.is_main) as progress:
         progress.phase("verifying and reading the checkpoint", announce=False)
-        restored = _open_start(config, components, engine, store, mirror)
-    # Do this before the loader reads latents.
-    components = with_latent_stats(restored.latents, components, config, engine)
+        restored = _open_start(components, store, mirror)
+    if restored.latents != manifest.latent:  # the loader has not read any latents yet
+        data = components.store.with_manifest(replace(manifest, latent=restored.latents))
+        components = components.for_data(config, data)
     engine.prepare(components.model, components.optimizer, restored.weights)
     engine.check_precision()
     if restored.moments is not None:
@@ -84,11 +83,10 @@ def restore_run(
     return replace(restored, mirror=mirror), components
 
 
-def _open_start(
-    config: RunConfig, components: Components, engine: Engine, store: CheckpointStore, mirror: Mirror | None
-) -> RestoredRun:
+def _open_start(components: Components, store: CheckpointStore, mirror: Mirror | None) -> RestoredRun:
     """Open the start that rank 0 chooses by `resume` and `init`, and check that it fits the model (collective)."""
-    data, initial, checkpoint, source = components.store, components.initial_weights, None, dict[str, str]()
+    config, engine, data, initial = components.config, components.engine, components.store, components.initial_weights
+    checkpoint, source = None, dict[str, str]()
     with engine.raise_on_all_ranks("choice of the checkpoint"):
         if engine.is_main:
             checkpoint = _choose(config, store, mirror)
@@ -168,7 +166,8 @@ def restore_checkpoint(checkpoint: Checkpoint, model: nn.Module, config: RunConf
     elif ema is None:
         notes.append("ema: the checkpoint has no EMA of the weights; it starts here from the present weights")
     else:
-        kept = ema.filter(_trained_names(model).__contains__)
+        trained = {clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
+        kept = ema.filter(trained.__contains__)
         if num_new:
             notes.append("ema: the EMA of parameters that train from here on starts from their present values")
     info = checkpoint.info
@@ -181,10 +180,5 @@ def _moments_of_trained(model: nn.Module, files: TensorFiles) -> tuple[TensorFil
     # Keep entries of unknown parameters: loading the optimizer's state reports them.
     kept = files.filter(lambda entry: names.get(entry.rpartition("/")[0], True))
     known = {entry.rpartition("/")[0] for entry in kept}
-    new = [name for name in _trained_names(model) if name not in known]
+    new = [name for name, is_trained in names.items() if is_trained and name not in known]
     return kept.with_empty([f"{name}/{NO_STATE}" for name in new]), len(new)
-
-
-def _trained_names(model: nn.Module) -> list[str]:
-    """Return the names of the trained parameters, without prefixes of wrappers."""
-    return [clean_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]

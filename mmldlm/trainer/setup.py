@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.config import RunConfig, resolve_precision
-from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.batch import BatchSize
+from mmldlm.config import RunConfig
 from mmldlm.data.loader import Loader
-from mmldlm.data.manifest import LatentInfo
 from mmldlm.data.mixture import open_data
 from mmldlm.data.store import Store
 from mmldlm.data.tokenizer import Tokenizer
@@ -60,10 +59,8 @@ def requested_features(config: RunConfig) -> list[str]:
 def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> None:
     """Check that this launch can run the settings, before anything is created.
 
-    Raise `ConfigError` if a setting does not fit engine, device, number of ranks or environment, or if a tracker is not
-    installed.
+    Raise `ConfigError` if a setting does not fit engine, device, number of ranks, environment or installed packages.
     """
-    config = resolve_precision(config, launch.mixed_precision)
     if config.resume not in ("auto", "never") and not Path(config.resume).is_dir():
         raise ConfigError(f"resume: expected auto, never or a checkpoint's folder, found {short_repr(config.resume)}")
     check_trackers(config.log.trackers)
@@ -81,13 +78,12 @@ def check_settings(config: RunConfig, launch: LauncherEnv, device_type: str) -> 
         launch.deepspeed.check_ema(config.ema.decay)
 
 
-def open_run(
-    config: RunConfig, launch: LauncherEnv, run_dir: Path, end: RunEnd
-) -> tuple[Engine, Components, dict[str, str]]:
+def open_run(config: RunConfig, launch: LauncherEnv, end: RunEnd) -> tuple[Components, dict[str, str]]:
     """Check the settings, start the engine, build the components, and create and lock the folder (collective).
 
-    Return engine, components, and the ranks' common fingerprint. Everything opened here is closed at the `end`.
+    Return the components and the ranks' common fingerprint. Everything opened here is closed at the `end`.
     """
+    run_dir = Path(config.run.dir)
     device_type = "cuda" if torch.cuda.is_available() else "cpu"
     check_settings(config, launch, device_type)
     if config.memory.keep_freed and device_type == "cpu":
@@ -106,7 +102,7 @@ def open_run(
             clear_exit_files(run_dir)
     check_run_folder(engine, run_dir)
     end.own_folder()
-    return engine, components, fingerprint
+    return components, fingerprint
 
 
 def step_plan(config: RunConfig, world_size: int) -> StepPlan:
@@ -132,8 +128,10 @@ def step_plan(config: RunConfig, world_size: int) -> StepPlan:
 
 @dataclass(frozen=True)
 class Components:
-    """Components of a run, before the engine wraps the model and the optimizer."""
+    """Components of a run. Model and optimizer are as they were before the engine wrapped them."""
 
+    config: RunConfig
+    engine: Engine
     store: Store
     loader: Loader
     objective: Objective
@@ -150,12 +148,12 @@ class Components:
     trainable: int
     flops: ModelFlops
 
-    def for_data(self, config: RunConfig, engine: Engine, store: Store) -> Components:
+    def for_data(self, config: RunConfig, store: Store) -> Components:
         """Rebuild objective, corruption and loader for other batch sizes or another standardization of latents."""
         objective = build_objective(config, store.manifest)
         corruption = build_corruption(config, objective, self.corruption.sizes)
-        loader = build_loader(config, engine, store, corruption)
-        return replace(self, store=store, loader=loader, objective=objective, corruption=corruption)
+        loader = build_loader(config, self.engine, store, corruption)
+        return replace(self, config=config, store=store, loader=loader, objective=objective, corruption=corruption)
 
 
 def build_components(config: RunConfig, engine: Engine) -> Components:
@@ -181,6 +179,8 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
     sizes = None if no_graphs else StaticSizes(store.manifest.max_length)
     corruption = build_corruption(config, objective, sizes)
     return Components(
+        config=config,
+        engine=engine,
         store=store,
         loader=build_loader(config, engine, store, corruption),
         objective=objective,
@@ -202,14 +202,5 @@ def build_components(config: RunConfig, engine: Engine) -> Components:
 def build_loader(config: RunConfig, engine: Engine, store: Store, corruption: Corruption) -> Loader:
     """Build the loader of this rank's micro-batches."""
     batch_at = partial(config.train.batch_at, world_size=engine.world_size)
-    rank, world_size, device_type = engine.rank, engine.world_size, engine.device.type
-    place = rank, world_size, device_type
-    return Loader(store, "train", config.data, config.run.seed, batch_at, *place, corruption.in_loader)
-
-
-def with_latent_stats(latents: LatentInfo, components: Components, config: RunConfig, engine: Engine) -> Components:
-    """Change the standardization of latents in `components`. Call it before the loader has read any."""
-    if latents == components.store.manifest.latent:
-        return components
-    store = components.store.with_manifest(replace(components.store.manifest, latent=latents))
-    return components.for_data(config, engine, store)
+    place = engine.rank, engine.world_size, engine.device.type
+    return Loader(store, "train", config.data, config.run.seed, batch_at, *place, corruption)

@@ -60,18 +60,13 @@ _HEALTHY = ("0", "No", "Not Active", "N/A", "[N/A]", "[Not Supported]")
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
-
-    Attributes:
-        remedy: How to mend it, empty if the status is "ok".
-        exit_code: Exit code of the command if nothing else fails.
-    """
+    """Result of one check."""
 
     status: Literal["ok", "warn", "fail"]
     name: str
     found: str
-    remedy: str = ""
-    exit_code: int = ExitCode.DONE
+    remedy: str = ""  # how to mend it, empty if the status is "ok"
+    exit_code: int = ExitCode.DONE  # of the command if nothing else fails
 
 
 ok, warn = partial(Finding, "ok"), partial(Finding, "warn")
@@ -171,13 +166,10 @@ def check_cores(processes: int) -> Finding:
 
 def check_backend(device: str) -> Finding:
     """Check that torch was built with the communication backend for this device."""
-    backend = backend_of(device)
-    version = backend_version(backend)
-    if version is None:
-        return fail(
-            "backend", f"torch {torch.__version__} is built without {backend}", "install another build of torch"
-        )
-    return ok("backend", f"{backend} {version}" if backend == "nccl" else f"{backend} of torch {version}")
+    name, backend = "backend", backend_of(device)
+    if (version := backend_version(backend)) is None:
+        return fail(name, f"torch {torch.__version__} is built without {backend}", "install another build of torch")
+    return ok(name, f"{backend} {version}" if backend == "nccl" else f"{backend} of torch {version}")
 
 
 def check_shared_memory(processes: int, folder: Path = Path("/dev/shm")) -> Finding:  # noqa: S108 - for the loaders
@@ -237,9 +229,8 @@ def check_init(config: RunConfig, store: Store) -> list[Finding]:
         model = build_meta_model(replace(config, attention=AttentionConfig("sdpa")), store.manifest, "cpu")
         start = warm_start(source, config, store, model.initial_weights(config.run.weights_seed))
     except MmldlmError as error:
-        return [
-            fail("init", str(error), "see docs/checkpoints.md, Start from a trained model", exit_code=error.exit_code)
-        ]
+        remedy = "see docs/checkpoints.md, Start from a trained model"
+        return [fail("init", str(error), remedy, exit_code=error.exit_code)]
     return [ok("init", "; ".join(line.strip() for line in start.notes))]
 
 
@@ -268,14 +259,12 @@ def check_disk(config: RunConfig, checkpoint_mib: float) -> Finding:
 
 def check_folder(run_dir: Path, checkpoint_mib: float = 0.0) -> Finding:
     """Check that files can be written to run.dir, and fast enough for a checkpoint, without leaving one behind."""
-    name, path, block = "run.dir", temporary_name(run_dir / "speed"), os.urandom(MIB)
+    name, path, content = "run.dir", temporary_name(run_dir / "speed"), os.urandom(MIB) * _PROBE_MIB
     try:
         with writable_run_folder(run_dir):
             started = time.perf_counter()
             try:
-                with path.open("xb") as file:
-                    for _ in range(_PROBE_MIB):
-                        file.write(block)
+                path.write_bytes(content)
                 fsync(path)
             finally:
                 path.unlink(missing_ok=True)
@@ -287,9 +276,8 @@ def check_folder(run_dir: Path, checkpoint_mib: float = 0.0) -> Finding:
     found = f"{run_dir.resolve()} can be written, {speed:,.0f} MiB/s with fsync"
     if (seconds := checkpoint_mib / speed) <= _MAX_CHECKPOINT_S:
         return ok(name, found)
-    return warn(
-        name, f"{found}: {seconds:,.0f} s for a checkpoint", "use a faster disk, or raise checkpoint.every_steps"
-    )
+    found += f": {seconds:,.0f} s for a checkpoint"
+    return warn(name, found, "use a faster disk, or raise checkpoint.every_steps")
 
 
 # --- the command ------------------------------------------------------------------------------------------------
@@ -300,8 +288,7 @@ def check_node(
 ) -> int:
     """Check this machine for `processes` processes (default: one per GPU) and, given a config, the run on it.
 
-    Print the findings and return the exit code. `accelerate_file` is the file of the launcher, which may set the
-    precision.
+    Print the findings and return the exit code. `accelerate_file`, the launcher's file, may set the precision.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     processes = processes or max(1, torch.cuda.device_count())

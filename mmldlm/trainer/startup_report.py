@@ -12,16 +12,16 @@ import socket
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mmldlm.batch import BatchSize
 from mmldlm.config import RunConfig, with_absolute_paths, write_config
 from mmldlm.data.store import Store
 from mmldlm.data.writer import publish, write_description
-from mmldlm.distributed.engine import Engine
 from mmldlm.distributed.optimizers import describe_optimizer
 from mmldlm.distributed.process_group import kept_variables, settings_to_export
 from mmldlm.loading.factory import describe_attention
@@ -42,23 +42,17 @@ TILE_ROWS = 128  # rows of FlashAttention's tiles, forward and backward, at the 
 
 
 def open_records(
-    config: RunConfig,
-    components: Components,
-    engine: Engine,
-    restored: RestoredRun,
-    fingerprint: Mapping[str, str],
-    notes: Sequence[str],
-    run_dir: Path,
-    end: ExitStack,
+    components: Components, restored: RestoredRun, fingerprint: Mapping[str, str], notes: Sequence[str], end: ExitStack
 ) -> tuple[Tracker, dict[str, Any]]:
     """Open the records of a run, write its start-up report, and print it after `notes` (collective).
 
     Return the tracker and the report. The tracker is closed at the `end`.
     """
-    state = restored.state
+    config, engine, state = components.config, components.engine, restored.state
+    run_dir = Path(config.run.dir)
     threads_reason = choose_threads(state.threads) if engine.world_size == 1 else "the launcher's choice"
     state.threads = torch.get_num_threads()
-    report = startup_report(engine, config, components, fingerprint, threads_reason) | {"init": restored.origin}
+    report = startup_report(components, fingerprint, threads_reason) | {"init": restored.origin}
     # Only rank 0 writes the id, to records and checkpoints.
     recorded = recorded_run_id(run_dir / "metrics.jsonl") if config.resume != "never" else None
     saved = restored.run_id if config.resume == "auto" else None
@@ -77,14 +71,9 @@ def open_records(
     return tracker, report
 
 
-def startup_report(
-    engine: Engine,
-    config: RunConfig,
-    components: Components,
-    fingerprint: Mapping[str, str],
-    threads_reason: str,
-) -> dict[str, Any]:
+def startup_report(components: Components, fingerprint: Mapping[str, str], threads_reason: str) -> dict[str, Any]:
     """Return the content of `startup.json`: hardware, resolved settings, batch sizes and versions (collective)."""
+    config, engine = components.config, components.engine
     rank_info = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
@@ -144,15 +133,15 @@ def startup_report(
         "git": fingerprint["git"],
         "versions": {key[len("version.") :]: value for key, value in fingerprint.items() if key.startswith("version.")},
         "data_manifest": fingerprint["data.manifest"],
-        "mixture": _mixture(config, components),
+        "mixture": _mixture(components),
         "skipped_samples": components.skipped_samples,
     }
 
 
-def _mixture(config: RunConfig, components: Components) -> list[dict[str, Any]]:
+def _mixture(components: Components) -> list[dict[str, Any]]:
     """Return share, samples and epochs of each store in a mixture over the whole run, or nothing for a single store."""
-    split = components.store.split("train")
-    epochs = components.loader.order.epochs(config.train.samples_before(config.train.steps))
+    split, train = components.store.split("train"), components.config.train
+    epochs = components.loader.order.epochs(train.samples_before(train.steps))
     sources = [
         {
             "name": source.name,
@@ -216,12 +205,8 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     packages = ", ".join(f"{name} {versions.get(name)}" for name in ("torch", "accelerate", "deepspeed", "python"))
 
     def batch(sizes: Mapping[str, Any]) -> str:
-        whole, tokens = sizes["global_batch_size"], sizes["micro_batch_tokens"]
-        if tokens:
-            return f"{whole} samples = {count} processes x micro-batches of up to {tokens:,} tokens"
-        return f"{whole} samples = {count} x {sizes['micro_batch_size']} x {sizes['accumulation']}"
+        return BatchSize(*(sizes[size.name] for size in fields(BatchSize))).describe(count)
 
-    factors = "" if report["micro_batch_tokens"] else " (processes x micro-batch x accumulation)"
     rows = {  # label: lines
         "engine": [f"{report['engine']}, {processes} on {hosts} ({devices}), started by {report['launcher']}"],
         "threads": ["; ".join(threads)],
@@ -232,7 +217,7 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         ],
         "compile": [report["compile"]] * (report["compile"] != "none"),
         "batch": [
-            f"{batch(report)}{factors}",
+            batch(report),
             *(
                 f"{batch(sizes)} from step {step} on, peak rate {sizes['peak_lr']:.4g}"
                 for step, sizes in report["batch_schedule"].items()

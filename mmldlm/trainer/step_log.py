@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.checkpoint.state import TrainState
-from mmldlm.config import RunConfig
 from mmldlm.distributed.compute_time import compare_ranks
-from mmldlm.distributed.engine import Engine
 from mmldlm.model.flops import peak_flops
 from mmldlm.telemetry.resources import memory_metrics
 from mmldlm.telemetry.tracker import Tracker
@@ -57,11 +55,11 @@ class FinishedStep:
 class StepLog:
     """Sums losses, sizes and times of the steps since the last record, and writes the next record."""
 
-    def __init__(self, config: RunConfig, engine: Engine, components: Components, state: TrainState, tracker: Tracker):
-        self.config, self.engine, self.components, self.state = config, engine, components, state
-        self.tracker = tracker
+    def __init__(self, components: Components, state: TrainState, tracker: Tracker):
+        self.components, self.engine, self.state, self.tracker = components, components.engine, state, tracker
+        engine = self.engine
         name = torch.cuda.get_device_name(engine.device) if engine.device.type == "cuda" else ""
-        peak = peak_flops(name, config.precision)
+        peak = peak_flops(name, components.config.precision)
         self._peak_flops = None if peak is None else peak * engine.world_size
         self._loss_scale = 1.0  # in the last step
         self._clear()
@@ -70,14 +68,13 @@ class StepLog:
     def _clear(self) -> None:
         """Clear the sums over accepted steps and the norms of all steps since the last record."""
         self._norms: list[float] = []
-        self._sums: Tensor | float = 0.0
-        self._counts: Tensor | float = 0.0
+        self._sums, self._counts = torch.zeros(2, self.components.objective.stats.size, dtype=torch.float64)
         self._tokens = self._samples = self._steps = 0
         self._flops = 0.0
 
     def start_interval(self, now: CpuTimes | None = None) -> None:
         """Start the clock of the next record. Pass CPU times that have just been read as `now`."""
-        self._data_wait_s = 0.0
+        self.data_wait_s = 0.0  # that steps have waited for their micro-batches
         self._cpu_times = now or cpu_times()
         self._start_time, self._start_compute = time.perf_counter(), self.engine.compute_timer.seconds()
 
@@ -91,10 +88,6 @@ class StepLog:
         self._start_time += time.perf_counter() - started
         self._start_compute += timer.seconds() - computed
 
-    def add_data_wait(self, seconds: float) -> None:
-        """Count time that a step waited for its micro-batches."""
-        self._data_wait_s += seconds
-
     def count(self, step: FinishedStep, accepted: bool) -> None:
         """Count a step, with numbers on the host, for the next record. Only accepted steps enter its means."""
         self._loss_scale = step.loss_scale
@@ -102,8 +95,8 @@ class StepLog:
         if not accepted:
             return
         for micro_sums, micro_counts in zip(step.sums, step.counts, strict=True):
-            self._sums = self._sums + micro_sums
-            self._counts = self._counts + micro_counts
+            self._sums += micro_sums
+            self._counts += micro_counts
         self._tokens += step.tokens
         self._flops += step.flops
         self._samples += step.samples
@@ -114,7 +107,6 @@ class StepLog:
         seconds, components, state = time.perf_counter() - self._start_time, self.components, self.state
         if not self._steps:  # all steps since the last record were skipped, so there is no loss to log
             return
-        assert isinstance(self._sums, Tensor) and isinstance(self._counts, Tensor)
         totals = self.engine.sum(torch.stack([self._sums, self._counts]), "all-reduce of the losses to log")
         batch_sizes, now = asdict(components.loader.batch_at(step - 1)), cpu_times()
         # The stores of a mixture have no common epoch.
@@ -129,7 +121,7 @@ class StepLog:
             "speed/tflops_per_s": self._flops / seconds / 1e12,
             **({"speed/mfu": self._flops / seconds / self._peak_flops} if self._peak_flops is not None else {}),
             "speed/step_s": seconds / self._steps,
-            "speed/data_wait_s": self._data_wait_s / self._steps,
+            "speed/data_wait_s": self.data_wait_s / self._steps,
             "data/tokens": state.tokens_seen,
             "data/steps": self._steps,  # in the means: fewer after a resume and where steps were skipped
             "data/tokens_per_step": self._tokens / self._steps,

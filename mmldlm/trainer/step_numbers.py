@@ -16,11 +16,9 @@ from mmldlm.checkpoint.state import TrainState
 from mmldlm.config import RunConfig
 from mmldlm.diffusion.objective import NoisedBatch
 from mmldlm.distributed.collectives import PendingSum
-from mmldlm.distributed.engine import Engine, is_accepted
+from mmldlm.distributed.engine import is_accepted
 from mmldlm.optim.lr_schedule import Plateau, resolved_warmup
 from mmldlm.telemetry.metrics import MetricsFile
-from mmldlm.telemetry.tracker import Tracker
-from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_guard import SKIPS_FILE, Skip, StepGuard
 from mmldlm.trainer.step_log import FinishedStep, StepLog
 
@@ -65,16 +63,9 @@ class StepNumbers:
     Accepted and skipped steps are passed to `log`. The file of skipped steps is closed at the `end`.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        engine: Engine,
-        components: Components,
-        state: TrainState,
-        tracker: Tracker,
-        log: StepLog,
-        end: ExitStack,
-    ):
+    def __init__(self, log: StepLog, end: ExitStack):
+        components, state, tracker = log.components, log.state, log.tracker
+        config, engine = components.config, components.engine
         self.config, self.engine, self.components, self.state = config, engine, components, state
         self.tracker, self.log, self.run_dir = tracker, log, Path(config.run.dir)
         file = None

@@ -76,8 +76,9 @@ class Trainer:
         gc.freeze()
         try:
             self._end.enter_context(self._notices)
-            self.engine, components, fingerprint = open_run(self.config, self.launch, self.run_dir, self._end)
-            restored, self.components = restore_run(self.config, components, self.engine, self.run_dir)
+            components, fingerprint = open_run(self.config, self.launch, self._end)
+            self.engine = components.engine
+            restored, self.components = restore_run(components)
             self.state = restored.state
             self._start(restored, fingerprint)
         except BaseException as error:
@@ -95,28 +96,26 @@ class Trainer:
         """Open everything that a step needs. Write and print the start-up report."""
         engine, end = self.engine, self._end
         engine.model.train()
-        self.config, self.components, changes, notes = fit_run(self.config, self.components, engine, self.state)
-        config = self.config
+        self.components, changes, notes = fit_run(self.components, self.state)
+        components, self.config = self.components, self.components.config
         end.enter_context(self._signals)
-        self.tracker, report = open_records(
-            config, self.components, engine, restored, fingerprint, notes, self.run_dir, end
-        )
+        self.tracker, report = open_records(components, restored, fingerprint, notes, end)
         end.notifier.run_id = report["run_id"]
         if engine.is_main:
             self._notices.write = self.tracker.message
-        self.checkpointer = Checkpointer(config, engine, restored, report, self.components.store, self._signals)
+        self.checkpointer = Checkpointer(components, restored, report, self._signals)
         end.callback(self.checkpointer.close)
-        self.log = StepLog(config, engine, self.components, self.state, self.tracker)
-        self.numbers = StepNumbers(config, engine, self.components, self.state, self.tracker, self.log, end)
+        self.log = StepLog(components, self.state, self.tracker)
+        self.numbers = StepNumbers(self.log, end)
         self.guard = self.numbers.guard
         end.own_records(self.numbers.fetch, self._finish_checkpoint)
-        for callback in build_callbacks(config, self.components, engine, self.numbers, self.save):
+        for callback in build_callbacks(self.numbers, self.save):
             self.add_callback(callback)
-        if self.components.corruption.sizes is not None:
+        if components.corruption.sizes is not None:
             self.replays = GraphReplays(self.compute, engine.local_gradients, engine.device)
         for change in changes:
             self.tracker.event("micro_batch", self.state.step + 1, change)
-        warm_up(engine, self.components)
+        warm_up(components)
 
     def add_callback(self, callback: Callback) -> None:
         """Call this callback in each step from now on, after the existing ones. Close it at the end of the run."""
@@ -125,7 +124,7 @@ class Trainer:
 
     # --- one optimizer step --------------------------------------------------------------------------------
 
-    def steps(self) -> Iterator[tuple[int, list[Batch]]]:
+    def steps(self) -> Iterator[tuple[int, list[Batch | NoisedBatch]]]:
         """Yield (steps done before it, this rank's micro-batches) for each remaining step. Save the run at the end."""
         if self._is_at_stop:
             self._stop(by_signal=False)
@@ -138,7 +137,7 @@ class Trainer:
             if item is None:
                 break
             steps_done, micro_batches = item
-            self.log.add_data_wait(time.perf_counter() - started)
+            self.log.data_wait_s += time.perf_counter() - started
             if self.engine.watchdog is not None:
                 self.engine.watchdog.step = steps_done
             if self.config.model.dropout:
@@ -160,7 +159,7 @@ class Trainer:
         self.tracker.end(self.state.step, {"tokens_seen": self.state.tokens_seen})
 
     @phase("corrupt")
-    def corrupt(self, steps_done: int, micro_batches: Sequence[Batch]) -> list[NoisedBatch]:
+    def corrupt(self, steps_done: int, micro_batches: Sequence[Batch | NoisedBatch]) -> list[NoisedBatch]:
         """Noise the micro-batches of a step, see `Corruption`."""
         return self.components.corruption(steps_done, micro_batches)
 
@@ -255,7 +254,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.after_step(step)
         # `steps` saves the checkpoint of the last step, and waits for it.
-        if (checkpointer.due(step) or totals.counts.save) and step < self.config.train.steps:
+        if (self.config.checkpoint.is_due(step) or totals.counts.save) and step < self.config.train.steps:
             self.save()
         if totals.counts.stop or self._is_at_stop:
             self._stop(by_signal=totals.counts.stop > 0)

@@ -8,24 +8,34 @@ from pathlib import Path
 
 import torch
 
-from mmldlm.config import RunConfig
-from mmldlm.distributed.engine import Engine
 from mmldlm.evaluation.prompts import prompt_samples
 from mmldlm.evaluation.quality import quality
 from mmldlm.evaluation.validate import validation_ids, validation_losses
 from mmldlm.evaluation.visualize import collect_figure_data, figure_metrics, figures_due, text_samples
 from mmldlm.loading.load import LoadedRun
-from mmldlm.trainer.setup import Components
 from mmldlm.trainer.step_numbers import StepNumbers
 from mmldlm.utils.callback import Callback
 
 
-class _Evaluation(Callback):
-    """Base class of callbacks that compute with the network between steps."""
+class Validation(Callback):
+    """Logs losses, figures, texts and their quality on the validation split, and keeps the best checkpoints.
 
-    def __init__(self, config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers):
-        self.config, self.components, self.engine, self.numbers = config, components, engine, numbers
-        self.log = numbers.log
+    `save` starts a checkpoint, see `Trainer.save`.
+    """
+
+    def __init__(self, numbers: StepNumbers, save: Callable[..., None]):
+        self.numbers, self.log, self.components = numbers, numbers.log, numbers.components
+        self.config, self.engine, self.save = numbers.config, numbers.engine, save
+
+    def after_step(self, step: int) -> None:
+        """Validate, and measure the quality of generated texts and latents, if it is due (collective)."""
+        config, store = self.config, self.components.store
+        if config.validation_due(step, store.manifest.splits["train"].samples):
+            self._validate(step)
+        if config.train.is_due(step, config.validation.quality_every):
+            ids = validation_ids(store.split("validation"), config.validation.quality_samples)
+            with self.eval_mode("quality") as run:
+                self.log.tracker.quality(step, quality(run, ids, self.engine))
 
     @contextmanager
     def eval_mode(self, activity: str) -> Iterator[LoadedRun]:
@@ -54,21 +64,9 @@ class _Evaluation(Callback):
             # No `finally`: an error in the body ends the run, see `Engine.ema_scope`.
             engine.unwrapped_model.train()
 
-
-class Validation(_Evaluation):
-    """Measures losses on the validation split, logs figures and samples, and keeps the best checkpoints."""
-
-    def __init__(
-        self, config: RunConfig, components: Components, engine: Engine, numbers: StepNumbers, save: Callable[..., None]
-    ):
-        super().__init__(config, components, engine, numbers)
-        self.save = save
-
-    def after_step(self, step: int) -> None:
-        """Validate if it is due, and save a checkpoint if the loss is one of the lowest (collective)."""
+    def _validate(self, step: int) -> None:
+        """Log losses, figures and texts, and save a checkpoint if the loss is one of the lowest (collective)."""
         config, components, engine, log = self.config, self.components, self.engine, self.log
-        if not config.validation_due(step, components.store.manifest.splits["train"].samples):
-            return
         tracker, state = log.tracker, log.state
         with self.eval_mode("validation") as run:
             losses = validation_losses(
@@ -89,16 +87,3 @@ class Validation(_Evaluation):
         loss = values[config.judged_by]
         if state.judge(config.judged_by, loss, config.checkpoint.keep_best):
             self.save(validation_loss=loss)
-
-
-class Quality(_Evaluation):
-    """Measures the quality of texts and latents that the present weights generate."""
-
-    def after_step(self, step: int) -> None:
-        """Evaluate and log if it is due (collective)."""
-        config, components = self.config, self.components
-        if not config.train.is_due(step, config.validation.quality_every):
-            return
-        ids = validation_ids(components.store.split("validation"), config.validation.quality_samples)
-        with self.eval_mode("quality") as run:
-            self.log.tracker.quality(step, quality(run, ids, self.engine))

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from mmldlm import train
+from mmldlm.batch import BatchSize
 from mmldlm.config import load_config
-from mmldlm.data.batch_schedule import BatchSize
 from mmldlm.data.store import Store
 from mmldlm.errors import ConfigError
 from mmldlm.trainer.memory import Estimate, estimate
@@ -177,7 +177,10 @@ def test_resume_across_stage_boundaries_is_bitwise_equal(tiny_config: Path, tmp_
 
 @pytest.mark.parametrize(
     ("size", "micro_batch", "count"),
-    [("micro_batch_size=4", "4", {8: " x 2", 16: " x 4"}), ("micro_batch_tokens=1500", "up to 1,500 tokens", {})],
+    [
+        ("micro_batch_size=4", "4 samples", {8: " x 2", 16: " x 4"}),
+        ("micro_batch_tokens=1500", "up to 1,500 tokens", {}),
+    ],
 )
 def test_report_and_dry_run_show_the_stages(
     size: str, micro_batch: str, count: dict[int, str], tiny_config: Path, tmp_path: Path,
@@ -186,17 +189,19 @@ def test_report_and_dry_run_show_the_stages(
     settings = [str(tiny_config), f"train.{size}", "train.batch_schedule={2: {global_batch_size: 16}}"]
     assert train.main([*settings, "train.steps=3", "validation.every=0"]) == 0
     shown = capsys.readouterr().out
-    micro_batches = f"1 x {micro_batch}" if count else f"1 processes x micro-batches of {micro_batch}"
-    assert f"batch        8 samples = {micro_batches}{count.get(8, '')}" in shown
-    assert f"16 samples = {micro_batches}{count.get(16, '')} from step 2 on" in shown
+    small, large = (
+        f"{micro_batch}{count[samples]} micro-batches" if count else f"micro-batches of {micro_batch}"
+        for samples in (8, 16)
+    )
+    assert f"batch        8 samples = 1 processes x {small}" in shown
+    assert f"16 samples = 1 processes x {large} from step 2 on" in shown
     report = json.loads((tmp_path / "run" / "startup.json").read_text())
     name, _, value = size.partition("=")
     assert report["global_batch_size"] == 8 and report[name] == int(value) == report["batch_schedule"]["2"][name]
     assert train.main([*settings, "train.steps=1", "--dry-run"]) == 0
     shown = capsys.readouterr().out
-    for line, samples in (("global batch         8", 8), ("  from step 2        16", 16)):
-        each = f"{micro_batch} samples{count[samples]} micro-batches" if count else f"micro-batches of {micro_batch}"
-        assert f"{line} samples = 1 processes x {each}" in shown
+    for line, micro_batches in (("global batch         8", small), ("  from step 2        16", large)):
+        assert f"{line} samples = 1 processes x {micro_batches}" in shown
 
 
 # ---- the estimate --------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import multiprocessing
 
 import pytest
 
-from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.batch import BatchSize
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.store import Store
 from tests.helpers.batch_sizes import constant_batch_size

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.batch import Batch
-from mmldlm.data.batch_schedule import BatchSize, TrainConfig, deal
+from mmldlm.batch import Batch, BatchSize
+from mmldlm.data.batch_schedule import TrainConfig, deal
 from mmldlm.data.loader import DataConfig, Loader, fixed_batches
 from mmldlm.data.mixture import open_data
 from mmldlm.data.sampler import SampleOrder, make_sample_order, permute

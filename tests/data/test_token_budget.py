@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from mmldlm import train
-from mmldlm.batch import Batch
+from mmldlm.batch import Batch, BatchSize
 from mmldlm.config import load_config
-from mmldlm.data.batch_schedule import BatchSize, deal, largest_micro_batches, largest_possible
+from mmldlm.data.batch_schedule import deal, largest_micro_batches, largest_possible
 from mmldlm.data.loader import DataConfig, Loader
 from mmldlm.data.store import Store
 from mmldlm.diffusion.objective import NoisedBatch

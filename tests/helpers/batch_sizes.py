@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.batch import BatchSize
 
 
 def constant_batch_size(global_batch_size: int, micro_batch_size: int) -> Callable[[int], BatchSize]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from mmldlm import train
-from mmldlm.batch import Batch, PackedLayout
-from mmldlm.data.batch_schedule import BatchSize, deal
+from mmldlm.batch import Batch, BatchSize, PackedLayout
+from mmldlm.data.batch_schedule import deal
 from mmldlm.diffusion.corruption import OF_MASKED, StaticSizes
 from mmldlm.diffusion.objective import LossConfig, NoisedBatch
 from mmldlm.model.activation_checkpoint import MemoryConfig

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmldlm import train
-from mmldlm.data.batch_schedule import BatchSize
+from mmldlm.batch import BatchSize
 from mmldlm.distributed.memory_probe import fits_in_memory
 from mmldlm.tools import verify
 from mmldlm.trainer.memory_fit import _halve, _too_large
