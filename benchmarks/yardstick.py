@@ -150,9 +150,9 @@ class Ground:
             return QUICK_STEPS
 
         def measure() -> Record:
-            few, more = (self.trained(method, 0, steps)[-1] for steps in TIMED_STEPS)
-            step_s = (more - few) / (TIMED_STEPS[1] - TIMED_STEPS[0])
-            return {"step_s": step_s, "start_s": max(0.0, few - TIMED_STEPS[0] * step_s)}
+            (few, few_s), (more, more_s) = (self.trained(method, 0, steps)[1:] for steps in TIMED_STEPS)
+            step_s = (more_s - few_s) / (more - few)
+            return {"step_s": step_s, "start_s": max(0.0, few_s - few * step_s)}
 
         timed = kept(self.folder / f"time-{method}.json", measure)
         return max(1, round((60 * self.options.minutes - timed["start_s"]) / timed["step_s"]))

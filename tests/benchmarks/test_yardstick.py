@@ -217,8 +217,8 @@ def test_a_later_call_trains_what_is_missing_and_refuses_other_options(
     assert_user_error((run(out, "--limit", "7"), capsys.readouterr().err), 2, "--keep", "'limit': 7", alone=False)
 
 
-def test_the_steps_fill_the_minutes(out: Path, tmp_path: Path) -> None:
-    options = Namespace(quick=False, minutes=2, settings=())
-    ground = Ground(Store.open(out / "debian" / "debian"), {}, tmp_path, options)
+@quick
+def test_the_steps_fill_the_minutes(store: Store, tmp_path: Path) -> None:
+    ground = Ground(store, {}, tmp_path, Namespace(quick=False, minutes=2, settings=()))
     (tmp_path / "time-decoder.json").write_text(json.dumps({"step_s": 0.25, "start_s": 20.0}))
     assert ground.steps("decoder") == (120 - 20) / 0.25
