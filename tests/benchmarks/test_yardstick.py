@@ -114,6 +114,8 @@ def test_only_the_embedding_and_seen_tokens_change_a_prediction(store: Store) ->
     model = MaskedInverter(CONFIG, store.manifest).eval()
     for parameter in model.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
+    for parameter in model.modulation.parameters():
+        parameter.data.zero_()  # so that the embedding arrives through the blocks alone
     latents, tokens, is_text = (
         torch.randn(2, 2, 8),
         torch.randint(5, 60, (2, 6)),
