@@ -16,6 +16,7 @@ BENCHMARKS = {  # module, function and description by name
     "meaning": ("meaning", "main", "which encoders know what sentences mean the same, beside TF-IDF"),
     "generation": ("generation", "main", "what texts gain by the search, and lose with rounded, cut or noised latents"),
     "decoder": ("decoder", "main", "an autoregressive decoder beside our network, and over reads of the corpus"),
+    "yardstick": ("yardstick", "main", "texts from vectors of a public encoder, by several methods, on public texts"),
     "pages": ("pages", "main", "write the results into the tables of README.md and docs/; measures nothing"),
 }
 DEFAULT = "step"

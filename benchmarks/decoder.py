@@ -14,14 +14,13 @@ The results of all runs stay in FOLDER, where `learning --keep` can have trained
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,30 +30,31 @@ from benchmarks.common.report import (
     RESULTS,
     ROOT,
     circumstances,
+    kept,
     markdown,
     median_with_range,
     plain_parser,
     positive,
-    print_status,
     read_result,
     select_names,
 )
+from benchmarks.common.text_metrics import bits, our_nats
 from benchmarks.learning import CASES, CONFIG, prepare_corpus, train_run, working_folder, write_corpora
 from mmldlm.config import RunConfig, load_config
 from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.loader import Loader, fixed_batches
+from mmldlm.data.manifest import Manifest
 from mmldlm.data.store import Split, Store
 from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.diffusion.search import PROPOSED, search
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import fault_metrics, reencoding_metrics, reference_metrics
-from mmldlm.evaluation.likelihood import MAX_ORDERED_TOKENS, SHORT, confidence_nats, text_bound
-from mmldlm.evaluation.statistics import BITS, cosine, with_interval
+from mmldlm.evaluation.likelihood import MAX_ORDERED_TOKENS, SHORT
+from mmldlm.evaluation.statistics import cosine
 from mmldlm.loading.load import SEARCH_ROUNDS, load_run
+from mmldlm.model.mmdit import ModelConfig
 from mmldlm.optim.lr_schedule import batch_scale, lr_at
-from mmldlm.utils.files import write_atomically
-from mmldlm.utils.intervals import ratio_of_sums
 
 RATES = (2e-3, 4e-3, 8e-3)  # peak learning rates of the decoder
 VALIDATIONS, PATIENCE = 12, 3  # of a decoder's run, and how many without a new lowest value end it
@@ -82,29 +82,29 @@ ROWS = {
 }
 
 Record = dict[str, Any]
-
-
-def bits(name: str, nats: np.ndarray, lengths: np.ndarray) -> Record:
-    return with_interval(name, ratio_of_sums(nats, lengths.astype(np.float64)) * BITS)
+Opponent = TypeVar("Opponent", bound=torch.nn.Module)  # has `nats` like `CausalDecoder`
 
 
 @torch.no_grad()
-def decoder_bits(model: CausalDecoder, split: Split) -> Record:
-    """Return the bits per token of a split's documents, each with its end."""
-    nats = np.zeros(len(split))
-    for batch in fixed_batches(split, range(len(split)), BATCH):
+def decoder_bits(model: torch.nn.Module, split: Split, ids: np.ndarray | None = None) -> Record:
+    """Return the bits per token of a split's documents, or of those with the indices `ids`, each with its end."""
+    measured = np.arange(len(split)) if ids is None else ids
+    nats = np.zeros(len(measured))
+    for batch in fixed_batches(split, measured, BATCH):
         nats[batch.slots.numpy()] = model.nats(batch.latents, batch.tokens.split(batch.lengths)).double().sum(1).numpy()
-    return bits(EXACT, nats, np.asarray(split.lengths))
+    return bits(EXACT, nats, split.lengths[measured])
 
 
-def train(config: RunConfig, store: Store) -> tuple[CausalDecoder, dict[int, float]]:
+def train(
+    config: RunConfig, store: Store, build: Callable[[ModelConfig, Manifest], Opponent] = CausalDecoder
+) -> tuple[Opponent, dict[int, float]]:
     """Train a decoder in place of the config's network, until the validation split gets no better.
 
     Returns:
         The decoder with its best weights, and the bits of the validation split by step.
     """
     torch.manual_seed(config.run.weights_seed)
-    model, optim, steps = CausalDecoder(config.model, store.manifest), config.optim, config.train.steps
+    model, optim, steps = build(config.model, store.manifest), config.optim, config.train.steps
     optimizer, best, curve = build_optimizer(model, optim), model.state_dict(), dict[int, float]()
     due = {math.ceil(steps * part / VALIDATIONS) for part in range(1, VALIDATIONS + 1)}
     loader = Loader(store, "train", config.data, config.run.seed, partial(config.train.batch_at, world_size=1))
@@ -129,6 +129,26 @@ def train(config: RunConfig, store: Store) -> tuple[CausalDecoder, dict[int, flo
                 break
     model.load_state_dict(best)
     return model.eval(), curve
+
+
+def decode(
+    model: CausalDecoder,
+    store: Store,
+    raw_latents: np.ndarray,
+    decoding: str,
+    tokenizer: Tokenizer,
+    encoder: LatentEncoder,
+) -> tuple[list[list[int]], float]:
+    """Return the texts of latents by a decoding of `BEAMS`, and the CPU seconds that they took."""
+    latents, beams, started = torch.from_numpy(store.standardize(raw_latents)), BEAMS[decoding], time.process_time()
+    ranked = [texts for part in latents.split(BATCH) for texts in model.generate(part, beams)]
+    best = np.zeros(len(ranked), np.int64)
+    if decoding == NEAREST:
+        flattened = tokenizer.decode_batch([text for texts in ranked for text in texts])
+        near = cosine(encoder.encode(flattened), raw_latents.repeat(beams, axis=0)).reshape(-1, beams)
+        best = np.nan_to_num(near, nan=-1).argmax(1)  # the encoder has no latent of an empty text
+    tokens = [texts[place] for texts, place in zip(ranked, best, strict=True)]
+    return tokens, time.process_time() - started
 
 
 @dataclass(frozen=True)
@@ -157,11 +177,7 @@ class Contest:
 
     def kept(self, name: str, measure: Callable[[], Record]) -> Record:
         """Return a result of the folder. If it is not there, measure it."""
-        path = self.folder / f"{name}.json"
-        if not path.is_file():
-            print_status(f"{self.name}: {name}")
-            write_atomically(path, json.dumps(measure()))
-        return json.loads(path.read_text(encoding="utf-8"))
+        return kept(self.folder / f"{name}.json", measure)
 
     def result(self, seed: int, steps: int, train_cpu_s: float, model: torch.nn.Module) -> Record:
         """Return what the results of both networks have."""
@@ -195,16 +211,8 @@ class Contest:
         _, true, raw_latents = split.samples(np.arange(len(split)))
         latents, result = torch.from_numpy(self.store.standardize(raw_latents)), dict[str, Any]()
         tokenizer, encoder = self.tokenizer, self.encoder  # loaded before the clock starts
-        for decoding, beams in BEAMS.items():
-            started = time.process_time()
-            ranked = [texts for part in latents.split(BATCH) for texts in model.generate(part, beams)]
-            best = np.zeros(len(ranked), np.int64)
-            if decoding == NEAREST:
-                flattened = tokenizer.decode_batch([text for texts in ranked for text in texts])
-                near = cosine(encoder.encode(flattened), raw_latents.repeat(beams, axis=0)).reshape(-1, beams)
-                best = np.nan_to_num(near, nan=-1).argmax(1)  # the encoder has no latent of an empty text
-            tokens = [texts[place] for texts, place in zip(ranked, best, strict=True)]
-            cpu_s = time.process_time() - started
+        for decoding in BEAMS:
+            tokens, cpu_s = decode(model, self.store, raw_latents, decoding, tokenizer, encoder)
             result[decoding] = self.texts(tokens, [text.tolist() for text in true], raw_latents, cpu_s)
 
         def fit(texts: list[list[int]], numbers: Sequence[int]) -> torch.Tensor:
@@ -235,10 +243,9 @@ class Contest:
             train_cpu_s = train_run(path, self.store.path, [*self.settings, f"train.steps={steps}"], seed)
             run, count = load_run(path), len(self.store.split("test"))
             evaluation = Evaluation(run, EvaluationConfig(samples=count, texts=count))
-            bound, lengths = text_bound(evaluation, "own"), evaluation.lengths
-            length, exact = bound.length.mean(0), confidence_nats(evaluation, "own", self.store.manifest.max_length)
+            (exact, bound), lengths = our_nats(evaluation), evaluation.lengths
             result = self.result(seed, run.step, train_cpu_s, run.model)
-            result |= bits(EXACT, exact + length, lengths) | bits(BOUND, bound.nats + length, lengths)
+            result |= bits(EXACT, exact, lengths) | bits(BOUND, bound, lengths)
             if whole:
                 _ = run.encoder
                 started = time.process_time()

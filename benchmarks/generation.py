@@ -20,13 +20,12 @@ import numpy as np
 import torch
 
 from benchmarks.common.report import RESULTS, circumstances, markdown, plain_parser, print_status, write_json
-from benchmarks.decoder import bits
+from benchmarks.common.text_metrics import bits, our_nats
 from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.sampling import SamplingConfig
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import reencoding_metrics, reference_metrics
-from mmldlm.evaluation.likelihood import confidence_nats, text_bound
 from mmldlm.loading.load import load_run
 
 ROUNDS = (1, 2, 4, 32)
@@ -102,9 +101,7 @@ def texts(evaluation: Evaluation, sampling: SamplingConfig) -> dict[str, Any]:
 
 def bits_of_latents(evaluation: Evaluation) -> dict[str, Any]:
     """Return the bits of a token given the latents, with the length."""
-    longest = evaluation.run.store.manifest.max_length
-    nats = confidence_nats(evaluation, "own", longest) + text_bound(evaluation, "own").length.mean(0)
-    return bits("bits_per_token", nats, evaluation.lengths)
+    return bits("bits_per_token", our_nats(evaluation)[0], evaluation.lengths)
 
 
 def blocks(result: Mapping[str, Any]) -> dict[str, str]:

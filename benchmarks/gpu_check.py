@@ -24,6 +24,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,11 +39,14 @@ from benchmarks.common.task import SHAPES, Kind, device
 from benchmarks.gpu_replays import attention, blocks, replay
 from benchmarks.memory import GPU_SETTINGS, SETTINGS, measure
 from mmldlm.distributed.launch import DDP
+from mmldlm.errors import DataError
+from mmldlm.evaluation import Evaluation, EvaluationConfig
+from mmldlm.loading.load import load_run
 from mmldlm.model.flops import peak_flops
 from mmldlm.utils.versions import outdated
 
-# Seconds of a stage, since a command may take 600, and of the longest stage.
-BUDGET_S, BUDGETS_S = 555.0, {"best": 700.0}
+# Seconds of a stage, since a command may take 600, and of the longest stages.
+BUDGET_S, BUDGETS_S = 555.0, {"best": 700.0, "speedrun": 700.0}
 STARTED = time.perf_counter()
 deadline = STARTED + BUDGET_S  # when the running part must end
 PROJECT, _, _ = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")
@@ -80,6 +84,7 @@ MAX_TRACE_BYTES = 15 * 2**20
 LADDER_VARIANTS = ("reference", "reference-1-flash", "trainer", "trainer-compiled")
 ENGINES = (DDP, "fsdp2", "zero1", "zero2", "zero3", "zero2_offload")
 SIZES = {"24x1024": (24, 1024), "12x768": (12, 768), "24x2048": (24, 2048)}  # blocks, width
+SPEEDRUN_S, SPEEDRUN_SAMPLES = 440.0, 1024  # seconds of the training's steps, and samples of a step
 BUDGET_TOKENS = 32_768  # token budget of a micro-batch of documents or sentences
 
 
@@ -452,6 +457,51 @@ def memory(options: Options) -> Result:
     return table | {"lowest_error": min(errors), "highest_error": max(errors)}
 
 
+# --- speedrun -------------------------------------------------------------------------------------
+
+
+def inverter(options: Options) -> Result:
+    """Train 12 x 768 for eight minutes on vectors of WordNet's definitions, after a short run that times a step."""
+    store = options.stores / "wordnet" / "wordnet"
+    if not options.tiny and not store.is_dir():
+        raise DataError(f"{store}: no such data store, expected the one of `bash scripts/gpu_check.sh prepare`")
+
+    def settings(steps: int) -> tuple[str, ...]:
+        return (
+            *(*QUIET, "mode=l2t", "loss.text=masked_mean", "optim.lr=6e-4", "model.dropout=0.1"),
+            *(model(options, "12x768"), EAGER if options.tiny else COMPILED),
+            *(steps_of(options, steps, SPEEDRUN_SAMPLES), f"train.micro_batch_tokens={BUDGET_TOKENS}"),
+            data(options, "sentences") if options.tiny else f"data.path={store.resolve()}",
+        )
+
+    timed = train(options, *settings(60), limit=left() if options.tiny else 150)
+    if timed["exit"]:
+        return timed
+    given, folder = settings(round(SPEEDRUN_S / timed["step_s"])), options.stores / "speedrun"
+    shutil.rmtree(folder, ignore_errors=True)
+    config = ["configs/l2t.yaml", f"run.dir={folder.resolve()}"]
+    code, text = run([sys.executable, "-m", "mmldlm.train", *config, *given], left() - 60)
+    return {"timed": timed, **trained(options, folder, given, code, text)}
+
+
+def inverted(options: Options) -> Result:
+    """Measure the texts of the network that `inverter` trained, with exact likelihoods and without the encoder."""
+    # Imported here, since the other parts run where sacreBLEU is missing.
+    from benchmarks.common.text_metrics import bits, our_nats, text_metrics
+
+    loaded = load_run(options.stores / "speedrun")
+    count = min(20 if options.tiny else 500, len(loaded.store.split("test")))
+    evaluation, result = Evaluation(loaded, EvaluationConfig(samples=count, texts=count)), Result(texts=count)
+    for lengths in (1, loaded.config.sampling.tried_lengths):
+        sampling, started = replace(loaded.config.sampling, tried_lengths=lengths), time.perf_counter()
+        made = evaluation.generate("l2t", "own", count, sampling, "likelihood").tokens
+        given = evaluation.tokens, loaded.tokenizer, None, evaluation.raw_latents, time.perf_counter() - started
+        measured = text_metrics(made, *given)
+        measured["ms_per_text"] = measured.pop("cpu_ms_per_text")  # here of the wall
+        result[f"likeliest of {lengths}"] = measured
+    return result | bits("bits_per_token", our_nats(evaluation)[0], evaluation.lengths)
+
+
 # --- stages ---------------------------------------------------------------------------------------
 
 Part = Callable[[Options], Result]
@@ -462,6 +512,7 @@ PARTS: dict[str, tuple[Part, ...]] = {
     "reference": (ladder,),
     "state": (memory,),
     "graphs": (attention, replay, curves, blocks, launched),
+    "speedrun": (inverter, inverted),
 }
 # `best` has the most valuable parts of all stages, for a machine that we get only once.
 STAGES: dict[str, tuple[Part, ...]] = PARTS | {

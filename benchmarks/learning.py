@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -260,10 +260,15 @@ def nearest_word_similarity(texts: Sequence[str], pool: Sequence[str]) -> list[f
 
 def prepare_corpus(name: str, folder: Path) -> Path:
     """Prepare a corpus of the gate in `folder`, and return its store."""
-    store = folder / name
+    return prepare_store(CASES[name].prepare, folder / name)
+
+
+def prepare_store(options: Sequence[str], store: Path) -> Path:
+    """Prepare a store with these options of `mmldlm prepare`, in which `TEST_MODEL` becomes its folder."""
+    folder = store.parent
     folder.mkdir(parents=True, exist_ok=True)
-    print_status(f"{name}: preparing")
-    arguments = ["prepare", *CASES[name].prepare, "--out", str(store)]
+    print_status(f"{store.name}: preparing")
+    arguments = ["prepare", *options, "--out", str(store)]
     if any(TEST_MODEL in argument for argument in arguments):
         model_path = str(importlib.import_module(TEST_MODEL).get_model_path())
         arguments = [argument.replace(TEST_MODEL, model_path) for argument in arguments]
@@ -528,11 +533,11 @@ def working_folder(keep: Path | None) -> Iterator[Path]:
         yield Path(folder)
 
 
-def write_corpora(benchmark: str, measured: Mapping[str, Any], folder: Path) -> None:
+def write_corpora(benchmark: str, measured: Mapping[str, Any], folder: Path, names: Iterable[str] = CASES) -> None:
     """Write the results of corpora. A corpus that was not measured now keeps its last result."""
     path = folder / f"{benchmark}.json"
     earlier = json.loads(path.read_text(encoding="utf-8"))["corpora"] if path.exists() else {}
-    corpora = {name: (earlier | measured)[name] for name in CASES if name in earlier | measured}
+    corpora = {name: (earlier | measured)[name] for name in names if name in earlier | measured}
     write_json({"benchmark": benchmark, "corpora": corpora}, folder, benchmark)
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from benchmarks import decoder, generation, gpu_bars, meaning, real_run, results_figure
+from benchmarks import decoder, generation, gpu_bars, meaning, real_run, results_figure, yardstick
 from benchmarks.common.report import RESULTS, ROOT, markdown, read_result
 from benchmarks.learning import learning_blocks
 
@@ -23,6 +23,7 @@ _MAKERS = {
     "real_run": real_run.blocks,
     "decoder": decoder.blocks,
     "generation": generation.blocks,
+    "yardstick": yardstick.blocks,
 }
 
 

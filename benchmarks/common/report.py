@@ -9,7 +9,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +21,7 @@ import torch
 from benchmarks.common.task import device
 from mmldlm.errors import UsageError
 from mmldlm.utils.cpu import processor_name
+from mmldlm.utils.files import write_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -107,6 +108,15 @@ def circumstances(on: torch.device) -> dict[str, Any]:
         "versions": versions,
         "git": commit,
     }
+
+
+def kept(path: Path, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return a result that an earlier call has left. If it is not there, measure it."""
+    if not path.is_file():
+        print_status(f"{path.parent.name}: {path.stem}")
+        write_atomically(path, json.dumps(measure()))
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
 
 
 def write_json(result: Mapping[str, Any], folder: Path, name: str) -> None:
