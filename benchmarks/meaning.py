@@ -17,16 +17,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.report import RESULTS, ROOT, circumstances, markdown, plain_parser, read_result, write_json
-from benchmarks.learning import CASES
+from benchmarks.common.report import RESULTS, circumstances, markdown, plain_parser, read_result, write_json
+from benchmarks.learning import CASES, PAIRS
 from mmldlm.data.encoders import load_encoder
 from mmldlm.data.encoders.lsa import tfidf
 from mmldlm.data.nearest import unit_vectors
 from mmldlm.data.store import Store
 from mmldlm.errors import UsageError
 from mmldlm.evaluation.sts import read_pairs, similarity_metrics
-
-PAIRS = ROOT / "benchmarks" / "data" / "meaning.tsv"
 
 
 def measure(named: Mapping[str, tuple[Path, str]]) -> dict[str, Any]:
@@ -49,9 +47,11 @@ def meaning_blocks(result: Mapping[str, Any]) -> dict[str, str]:
         row = {"vectors of a text": name, "recall@1 of paraphrases": f"{metrics['sts_recall_at_1']:.2f}"}
         row["95 %"] = f"{low:.2f} to {high:.2f}"
         row["Spearman"] = f"{metrics['sts_spearman']:.2f}"
-        runs = [seed["metrics"]["l2t"] for seed in gate[metrics["case"]]["seeds"]] if metrics.get("case") else []
-        row["exact texts from latents"] = f"{median(run['exact_match'] for run in runs):.2f}" if runs else "-"
-        row["BLEU"] = f"{median(run['bleu'] for run in runs):.1f}" if runs else "-"
+        runs = [seed["metrics"] for seed in gate[metrics["case"]]["seeds"]] if metrics.get("case") else []
+        found = [run["t2l"]["sts_recall_at_1"] for run in runs if "sts_recall_at_1" in run["t2l"]]
+        row["recall@1 by t2l"] = f"{median(found):.2f}" if found else "-"
+        row["exact texts from latents"] = f"{median(run['l2t']['exact_match'] for run in runs):.2f}" if runs else "-"
+        row["BLEU"] = f"{median(run['l2t']['bleu'] for run in runs):.1f}" if runs else "-"
         rows.append(row)
     return {"meaning": markdown(rows)}
 
