@@ -39,11 +39,12 @@ class BatchSize:
 
     def describe(self, world_size: int) -> str:
         """Return the sizes for users, such as "128 samples = 2 processes x 32 samples x 2 micro-batches"."""
+        count = self.accumulation(world_size)
+        micro_batches = f"{self.micro_batch} x {count} micro-batch{'es' * (count > 1)}"
         if self.micro_batch_tokens:
             micro_batches = f"micro-batches of {self.micro_batch}"
-        else:
-            micro_batches = f"{self.micro_batch} x {self.accumulation(world_size)} micro-batches"
-        return f"{self.global_batch_size} samples = {world_size} processes x {micro_batches}"
+        processes = f"{world_size} process{'es' * (world_size > 1)}"
+        return f"{self.global_batch_size} samples = {processes} x {micro_batches}"
 
 
 class LengthGroup(NamedTuple):

@@ -193,15 +193,15 @@ def test_report_and_dry_run_show_the_stages(
         f"{micro_batch}{count[samples]} micro-batches" if count else f"micro-batches of {micro_batch}"
         for samples in (8, 16)
     )
-    assert f"batch        8 samples = 1 processes x {small}" in shown
-    assert f"16 samples = 1 processes x {large} from step 2 on" in shown
+    assert f"batch        8 samples = 1 process x {small}" in shown
+    assert f"16 samples = 1 process x {large} from step 2 on" in shown
     report = json.loads((tmp_path / "run" / "startup.json").read_text())
     name, _, value = size.partition("=")
     assert report["global_batch_size"] == 8 and report[name] == int(value) == report["batch_schedule"]["2"][name]
     assert train.main([*settings, "train.steps=1", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     for line, micro_batches in (("global batch         8", small), ("  from step 2        16", large)):
-        assert f"{line} samples = 1 processes x {micro_batches}" in shown
+        assert f"{line} samples = 1 process x {micro_batches}" in shown
 
 
 # ---- the estimate --------------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def test_dry_run_prints_and_creates_nothing(
     shown = capsys.readouterr().out
     for line in ("total parameters", "tokens per step", "FLOPs per step", "memory per process", "num_heads: 2"):
         assert line in shown
-    assert "8 samples = 1 processes x 4 samples x 2 micro-batches" in shown
+    assert "8 samples = 1 process x 4 samples x 2 micro-batches" in shown
     assert sorted(tmp_path.rglob("*")) == before
 
 
