@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("settings", nargs="*", metavar="key.sub=value", help="settings of the run config, for a trial")
     add("--corpora", nargs="+", help=f"some of {', '.join(SOURCES)} (all)")
-    add("--methods", nargs="+", help=f"some of {', '.join(METHODS)} (all)")
+    add("--methods", nargs="+", help=f"some of {', '.join(METHODS).replace('%', '%%')} (all)")
     add("--seeds", type=int, nargs="+", default=[0, 1, 2])
     add("--minutes", type=positive, default=8, help="CPU minutes of each training (%(default)s)")
     add("--texts", type=positive, default=500, help="most test texts of each kind (%(default)s)")
