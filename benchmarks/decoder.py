@@ -131,16 +131,29 @@ def train(
     return model.eval(), curve
 
 
+@dataclass(frozen=True)
+class Corpus:
+    """A store with its tokenizer and encoder, and the folder where runs and results stay."""
+
+    store: Store
+    folder: Path
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.store.path / "tokenizer")
+
+    @cached_property
+    def encoder(self) -> LatentEncoder:
+        return load_encoder(self.store.path / "encoder")
+
+
 def decode(
-    model: CausalDecoder,
-    store: Store,
-    raw_latents: np.ndarray,
-    decoding: str,
-    tokenizer: Tokenizer,
-    encoder: LatentEncoder,
+    model: CausalDecoder, corpus: Corpus, raw_latents: np.ndarray, decoding: str
 ) -> tuple[list[list[int]], float]:
     """Return the texts of latents by a decoding of `BEAMS`, and the CPU seconds that they took."""
-    latents, beams, started = torch.from_numpy(store.standardize(raw_latents)), BEAMS[decoding], time.process_time()
+    tokenizer, encoder = corpus.tokenizer, corpus.encoder  # loaded before the clock starts
+    latents, beams = torch.from_numpy(corpus.store.standardize(raw_latents)), BEAMS[decoding]
+    started = time.process_time()
     ranked = [texts for part in latents.split(BATCH) for texts in model.generate(part, beams)]
     best = np.zeros(len(ranked), np.int64)
     if decoding == NEAREST:
@@ -152,21 +165,11 @@ def decode(
 
 
 @dataclass(frozen=True)
-class Contest:
-    """A corpus for both networks, and the folder of their runs and results."""
+class Contest(Corpus):
+    """A corpus of the learning gate for both networks."""
 
     name: str
-    store: Store
-    folder: Path
     given: Sequence[str]
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(self.store.path / "tokenizer")
-
-    @cached_property
-    def encoder(self) -> LatentEncoder:
-        return load_encoder(self.store.path / "encoder")
 
     @property
     def settings(self) -> list[str]:
@@ -212,7 +215,7 @@ class Contest:
         latents, result = torch.from_numpy(self.store.standardize(raw_latents)), dict[str, Any]()
         tokenizer, encoder = self.tokenizer, self.encoder  # loaded before the clock starts
         for decoding in BEAMS:
-            tokens, cpu_s = decode(model, self.store, raw_latents, decoding, tokenizer, encoder)
+            tokens, cpu_s = decode(model, self, raw_latents, decoding)
             result[decoding] = self.texts(tokens, [text.tolist() for text in true], raw_latents, cpu_s)
 
         def fit(texts: list[list[int]], numbers: Sequence[int]) -> torch.Tensor:
@@ -353,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with working_folder(options.keep) as folder:
         for name in select_names("--corpora", options.corpora, list(CASES)):
             store = Store.open(prepare_corpus(name, folder / name))
-            for corpus in results(Contest(name, store, folder / name, options.settings), options):
+            for corpus in results(Contest(store, folder / name, name, options.settings), options):
                 write_corpora("decoder", {name: corpus}, options.out)
             print("\n\n".join(blocks({"corpora": {name: corpus}}).values()), flush=True)
     return 0

@@ -44,7 +44,7 @@ from benchmarks.common.report import (
     select_names,
 )
 from benchmarks.common.text_metrics import bits, bleu_signature, our_nats, text_metrics
-from benchmarks.decoder import BATCH, EXACT, NEAREST, decode, decoder_bits, train
+from benchmarks.decoder import BATCH, EXACT, NEAREST, Corpus, decode, decoder_bits, train
 from benchmarks.learning import (
     CLOSE,
     CONFIG,
@@ -56,13 +56,11 @@ from benchmarks.learning import (
     write_corpora,
 )
 from mmldlm.config import load_config
-from mmldlm.data.encoders import LatentEncoder, load_encoder
 from mmldlm.data.nearest import nearest_neighbors
 from mmldlm.data.store import Store
-from mmldlm.data.tokenizer import Tokenizer
 from mmldlm.errors import DataError, UsageError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
-from mmldlm.loading.load import load_run
+from mmldlm.loading.load import LoadedRun, load_run
 
 PREPARE = (
     *("--encoder", f"sentence-transformers:{TEST_MODEL}", "--tokenizer", "bpe", "--vocab-size", "8192"),
@@ -94,26 +92,11 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Ground:
-    """A corpus on which the methods compete.
+class Ground(Corpus):
+    """A corpus on which the methods compete."""
 
-    Attributes:
-        kinds: The kind of each source text.
-        folder: Where runs and results stay.
-    """
-
-    store: Store
-    kinds: Mapping[str, str]
-    folder: Path
+    kinds: Mapping[str, str]  # of each source text
     options: argparse.Namespace
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        return Tokenizer.load(self.store.path / "tokenizer")
-
-    @cached_property
-    def encoder(self) -> LatentEncoder:
-        return load_encoder(self.store.path / "encoder")
 
     @cached_property
     def measured(self) -> dict[str, np.ndarray]:
@@ -134,11 +117,12 @@ class Ground:
     # --- training ---------------------------------------------------------------------------------
 
     def trained(self, method: str, seed: int, steps: int) -> tuple[Any, int, float]:
-        """Train a method. Return its run folder or network, its last step, and the CPU seconds of training."""
+        """Train a method. Return its run or network, its last step, and the CPU seconds of training."""
         settings = [*self.settings, f"train.steps={steps}"]
         if method == "mmldlm":
             run = self.folder / f"{method}-{steps}-seed-{seed}"
-            return run, steps, train_run(run, self.store.path, settings, seed)
+            cpu_s = train_run(run, self.store.path, settings, seed)
+            return load_run(run), steps, cpu_s
         started = time.process_time()
         config = load_config(ROOT / CONFIG, [*settings, f"run.seed={seed}"])
         model, curve = train(config, self.store, NETWORKS[method])
@@ -165,7 +149,7 @@ class Ground:
 
         def measure() -> Record:
             trained, last_step, cpu_s = self.trained(method, seed, steps)
-            model = load_run(trained).model if method == "mmldlm" else trained
+            model = trained.model if method == "mmldlm" else trained
             return {
                 "seed": seed,
                 "steps": steps,
@@ -181,9 +165,9 @@ class Ground:
         _, true, raw_latents = self.store.split("test").samples(ids)
         return text_metrics(tokens, [text.tolist() for text in true], self.tokenizer, self.encoder, raw_latents, cpu_s)
 
-    def ours(self, run_folder: Path, ids: np.ndarray) -> Record:
+    def ours(self, run: LoadedRun, ids: np.ndarray) -> Record:
         """Measure a run: exact likelihoods, and texts with and without the help of the encoder."""
-        run, count = load_run(run_folder), len(ids)
+        count = len(ids)
         evaluation = Evaluation(run, EvaluationConfig(samples=count, texts=count), ids=ids.tolist())
         exact, default, result = bits(EXACT, our_nats(evaluation)[0], evaluation.lengths), run.config.sampling, Record()
         _ = run.encoder  # loaded before the clock starts
@@ -204,7 +188,7 @@ class Ground:
         split = self.store.split("test")
         exact, raw_latents, result = decoder_bits(model, split, ids), split.samples(ids)[2], Record()
         for decoding in ("greedy", NEAREST):
-            tokens, cpu_s = decode(model, self.store, raw_latents, decoding, self.tokenizer, self.encoder)
+            tokens, cpu_s = decode(model, self, raw_latents, decoding)
             result[decoding] = self.compare(tokens, ids, cpu_s) | exact
         return result
 
@@ -268,7 +252,7 @@ def results(name: str, folder: Path, options: argparse.Namespace) -> Iterator[Re
     if given != earlier:
         raise UsageError(f"--keep: {folder} has results with {earlier}, expected the same options, found {given}")
     store, kinds, about = prepare_texts(name, folder, options.limit)
-    ground = Ground(store, kinds, folder, options)
+    ground = Ground(store, folder, kinds, options)
     if not ground.measured:
         raise DataError(f"{store.path}: no test text is a whole text of {name}, expected some; raise --limit")
     runs: dict[str, list[Record]] = {method: [] for method in METHODS if method in options.methods}

@@ -100,7 +100,7 @@ def test_the_validation_split_decides_about_the_learning_rate(out: Path) -> None
 
 
 def test_a_later_call_measures_what_is_missing(out: Path) -> None:
-    contest = Contest("simple-docs", Store.open(out / "small" / "small"), out / "small", (*SIZE, "train.steps=20"))
+    contest = Contest(Store.open(out / "small" / "small"), out / "small", "simple-docs", (*SIZE, "train.steps=20"))
     before = {path: path.stat().st_mtime_ns for path in contest.folder.glob("*.json")}
     (lost,) = contest.folder.glob("decoder-4-*.json")
     lost.unlink()
@@ -113,7 +113,7 @@ def test_a_later_call_measures_what_is_missing(out: Path) -> None:
 
 @quick
 def test_a_decoder_reproduces_what_it_has_memorized(store: Store, tmp_path: Path) -> None:
-    contest = Contest("simple-docs", store, tmp_path, (*SIZE, "train.steps=200"))
+    contest = Contest(store, tmp_path, "simple-docs", (*SIZE, "train.steps=200"))
     model, curve = decoder.train(contest.config("optim.lr=1e-2"), store)
     bits = decoder.decoder_bits(model, store.split("test"))[EXACT]
     assert bits < 0.1 and bits == pytest.approx(min(curve.values()))
@@ -129,7 +129,7 @@ def test_a_decoder_reproduces_what_it_has_memorized(store: Store, tmp_path: Path
 @quick
 def test_a_decoder_that_gets_no_better_stops_with_its_best_weights(tmp_path: Path) -> None:
     store = write_store(tmp_path, unseen=8)
-    contest = Contest("simple-docs", store, tmp_path, (*SIZE, "train.steps=600"))
+    contest = Contest(store, tmp_path, "simple-docs", (*SIZE, "train.steps=600"))
     model, curve = decoder.train(contest.config("optim.lr=1e-2"), store)
     steps = sorted(curve)
     assert steps[-1] < 600 and steps.index(min(curve, key=curve.__getitem__)) == len(steps) - 1 - decoder.PATIENCE

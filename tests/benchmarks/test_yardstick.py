@@ -221,6 +221,6 @@ def test_a_later_call_trains_what_is_missing_and_refuses_other_options(
 
 @quick
 def test_the_steps_fill_the_minutes(store: Store, tmp_path: Path) -> None:
-    ground = Ground(store, {}, tmp_path, Namespace(quick=False, minutes=2, settings=()))
+    ground = Ground(store, tmp_path, {}, Namespace(quick=False, minutes=2, settings=()))
     (tmp_path / "time-decoder.json").write_text(json.dumps({"step_s": 0.25, "start_s": 20.0}))
     assert ground.steps("decoder") == (120 - 20) / 0.25
