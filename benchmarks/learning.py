@@ -13,6 +13,7 @@ import importlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -202,6 +203,8 @@ def train_run(run: Path, store: Path, settings: Sequence[str], seed: int) -> flo
     """Train a run, or what is missing of it, and return its CPU seconds."""
     given = (f"run.dir={run}", f"run.seed={seed}", f"data.path={store}", *settings)
     spent = run.with_suffix(".cpu_s")
+    if not spent.exists():
+        shutil.rmtree(run, ignore_errors=True)  # an earlier start was killed: nobody knows its CPU seconds
     # A resumed run also counts its earlier time.
     earlier = float(spent.read_text()) if spent.exists() else 0.0
     train_s = earlier + mmldlm(["train", str(ROOT / CONFIG), *given], run.with_suffix(".log"))

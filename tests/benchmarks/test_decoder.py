@@ -102,13 +102,18 @@ def test_the_validation_split_decides_about_the_learning_rate(out: Path) -> None
 def test_a_later_call_measures_what_is_missing(out: Path) -> None:
     contest = Contest(Store.open(out / "small" / "small"), out / "small", "simple-docs", (*SIZE, "train.steps=20"))
     before = {path: path.stat().st_mtime_ns for path in contest.folder.glob("*.json")}
-    (lost,) = contest.folder.glob("decoder-4-*.json")
-    lost.unlink()
+    lost = {*contest.folder.glob("decoder-4-*.json"), contest.folder / "mmldlm-4-seed-1.json"}
+    killed = contest.folder / "steps-4-seed-1"
+    for path in (*lost, killed.with_suffix(".cpu_s"), killed / "exit.json"):
+        path.unlink()
+    (killed / "of-the-killed-start").touch()
     *_, corpus = decoder.results(contest, Namespace(seeds=[1], steps=[20, 4]))
     after = {path: path.stat().st_mtime_ns for path in contest.folder.glob("*.json")}
-    assert [path for path in after if after[path] != before[path]] == [lost] and after.keys() == before.keys()
+    assert {path for path in after if after[path] != before[path]} == lost and after.keys() == before.keys()
+    assert not (killed / "of-the-killed-start").exists(), "its CPU seconds are those of a whole training"
     earlier = json.loads((out / "decoder.json").read_text(encoding="utf-8"))["corpora"]["small"]
-    assert corpus["mmldlm"] == earlier["mmldlm"] and corpus["decoder"][1][EXACT] == earlier["decoder"][1][EXACT]
+    for network in ("decoder", "mmldlm"):
+        assert [run[EXACT] for run in corpus[network]] == [run[EXACT] for run in earlier[network]]
 
 
 @quick
