@@ -252,7 +252,7 @@ class Contest(Corpus):
             if whole:
                 _ = run.encoder
                 started = time.process_time()
-                made = evaluation.generate("l2t", "own", count, run.config.sampling, "encoder").tokens
+                made = evaluation.generate("l2t", "own", count, run.config.sampling, "search").tokens
                 cpu_s = time.process_time() - started
                 result |= self.texts(made, evaluation.tokens, evaluation.raw_latents, cpu_s)
             return result

@@ -87,7 +87,7 @@ def changes(store: Store) -> dict[str, Callable[[np.ndarray], np.ndarray]]:
 def texts(evaluation: Evaluation, sampling: SamplingConfig) -> dict[str, Any]:
     """Generate a text of each latent, and compare it with the document."""
     count, started = len(evaluation.ids), process_time()
-    made = evaluation.generate("l2t", "own", count, sampling, "encoder")
+    made = evaluation.generate("l2t", "own", count, sampling, "search")
     cpu_s = process_time() - started
     generated, documents = evaluation.decode(made.tokens), evaluation.decode(evaluation.tokens)
     return {

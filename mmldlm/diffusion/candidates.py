@@ -33,22 +33,66 @@ class TextRequest:
     lengths: Sequence[int] | None = None  # tokens of each latent's texts. None: around the median of the length head
     template: Sequence[int] | None = None  # text to infill: only its [MASK] tokens are generated
     prefixes: Sequence[Sequence[int]] | None = None  # prefix of each latent's texts, see `Sampler.generate`
-    judged_by: Tensor | None = None  # the latents [n, M, C] that the texts should fit, by default `latents`
 
 
-def generate_best(
-    sampler: Sampler, generator: RandomSource, request: TextRequest, fit: Fit | None = None, rounds: int = 0
-) -> Generation:
-    """Generate the texts of a request. The texts of a latent are in order, best first, and differ if possible.
+@dataclass(frozen=True)
+class Candidates:
+    """Texts generated for a request, several for each latent. The methods choose among them."""
 
-    We generate `config.tried_lengths` candidates for each text. If no temperature is set, a single text takes the most
-    likely tokens, and several texts are drawn at random. A search then improves the text of a latent that has one text
-    of no given length. A text that the search has changed has a `log_p` of NaN.
+    sampler: Sampler
+    request: TextRequest
+    made: Generation  # B texts
+    owners: Tensor  # int64 [B], the latent of each
+    unlikely: Tensor  # bool [B], whether its length is so unlikely that other candidates go first
 
-    Args:
-        fit: Ranks the candidates. Without it, and for a latent with no candidate that it can judge, the likelihood of
-            the tokens ranks them.
-        rounds: Rounds of the search, which needs `fit`.
+    def best(self, fit: Fit | None = None, judges: Tensor | None = None) -> Generation:
+        """Return the texts of each latent that fit it best, in order, best first. They differ if possible.
+
+        Args:
+            fit: Ranks the candidates. Without it, and for a latent with no candidate that it can judge, the likelihood
+                of the tokens ranks them.
+            judges: Latents [n, M, C] that the texts should fit in place of the request's.
+        """
+        latents, owners, scores = self.request.latents, self.owners, self.made.log_p
+        if fit is not None and len(owners) > len(latents):
+            judges = latents if judges is None else judges
+            fitted = fit(self.made.split(), judges[owners.to(latents.device)])
+            known = fitted.isfinite()
+            judged = owners[known].bincount(minlength=len(latents)) > 0
+            scores = torch.where(judged[owners], fitted.masked_fill(~known, -torch.inf), scores)
+        return _best(self.made, owners, scores.masked_fill(self.unlikely, -torch.inf), self.request.count)
+
+    def edited(self, made: Generation, fit: Fit, rounds: int) -> Generation:
+        """Edit each latent's text, of a request without given lengths, by a search.
+
+        A text that the search has changed has a `log_p` of NaN.
+        """
+        latents, prefixes, sampler, passes = self.request.latents, self.request.prefixes, self.sampler, made.passes
+        mask_id = sampler.text.mask_id
+
+        def score(texts: list[list[int]], numbers: Sequence[int]) -> Tensor:
+            return fit(texts, latents[list(numbers)])
+
+        def propose(templates: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
+            nonlocal passes
+            passes += len(templates)
+            heads = [() if prefixes is None else prefixes[number] for number in numbers]
+            whole = [[*head, *template] for head, template in zip(heads, templates, strict=True)]
+            return sampler.likely_tokens(latents[list(numbers)], whole, PROPOSED)
+
+        before = made.split()
+        found = search(before, rounds, score, propose, mask_id, self.request.max_length, sampler.every_step)
+        changed = torch.tensor([one != other for one, other in zip(before, found, strict=True)])
+        log_p = made.log_p.masked_fill(changed, torch.nan)
+        tokens = torch.tensor([token for each in found for token in each])
+        return Generation(tokens, tuple(map(len, found)), made.latents, log_p, passes)
+
+
+def generate_candidates(sampler: Sampler, generator: RandomSource, request: TextRequest) -> Candidates:
+    """Generate `config.tried_lengths` candidates for each text of a request.
+
+    If no temperature is set, the candidates of a single text have the most likely tokens, and those of several texts
+    are drawn at random.
     """
     latents, count, lengths, max_length = request.latents, request.count, request.lengths, request.max_length
     mask_id, config = sampler.text.mask_id, sampler.config
@@ -81,33 +125,7 @@ def generate_best(
         for owner, length in zip(owners.tolist(), each_length[rows].tolist(), strict=True)
     ]
     made = sampler.generate("l2t", streams, latents[owners.to(latents.device)], start)
-    scores = made.log_p
-    if fit is not None and per_latent > 1:
-        judges = latents if request.judged_by is None else request.judged_by
-        fitted = fit(made.split(), judges[owners.to(latents.device)])
-        known = fitted.isfinite()
-        judged = owners[known].bincount(minlength=len(latents)) > 0
-        scores = torch.where(judged[owners], fitted.masked_fill(~known, -torch.inf), scores)
-    made = _best(made, owners, scores.masked_fill(unlikely[rows], -torch.inf), count)  # also back in order
-    if fit is None or rounds == 0 or count > 1 or lengths is not None:
-        return made
-    judge, passes = fit, made.passes
-
-    def score(texts: list[list[int]], numbers: Sequence[int]) -> Tensor:
-        return judge(texts, latents[list(numbers)])
-
-    def propose(templates: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
-        nonlocal passes
-        passes += len(templates)
-        whole = [[*prefixes[number], *each] for number, each in zip(numbers, templates, strict=True)]
-        return sampler.likely_tokens(latents[list(numbers)], whole, PROPOSED)
-
-    before = made.split()
-    found = search(before, rounds, score, propose, mask_id, max_length, sampler.every_step)
-    changed = torch.tensor([one != other for one, other in zip(before, found, strict=True)])
-    log_p = made.log_p.masked_fill(changed, torch.nan)
-    tokens = torch.tensor([token for each in found for token in each])
-    return Generation(tokens, tuple(map(len, found)), made.latents, log_p, passes)
+    return Candidates(sampler, request, made, owners, unlikely[rows])
 
 
 def _best(made: Generation, owners: Tensor, scores: Tensor, count: int) -> Generation:

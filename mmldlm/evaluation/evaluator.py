@@ -21,9 +21,9 @@ from mmldlm.data.loader import collate
 from mmldlm.data.nearest import TextIndex, draw_samples
 from mmldlm.data.store import Split, Store
 from mmldlm.data.verify import drop_bad_samples
-from mmldlm.diffusion.candidates import TextRequest, generate_best
+from mmldlm.diffusion.candidates import Candidates, TextRequest, generate_candidates
 from mmldlm.diffusion.noise import MODES, Mode, SampleStreams
-from mmldlm.diffusion.sampling import SamplingConfig
+from mmldlm.diffusion.sampling import Generation, SamplingConfig
 from mmldlm.distributed.collectives import Collectives
 from mmldlm.errors import DataError
 from mmldlm.evaluation.statistics import BITS
@@ -38,9 +38,9 @@ _UNIGRAM = len(MODES)  # key of the random stream for unigram texts, above the k
 _T = TypeVar("_T")
 # The latent to condition on: the document's own one, another document's, the mean of all, or none (noise).
 Condition = Literal["own", "shuffled", "mean", "none"]
-# What chooses among texts of several lengths: the run's encoder, their likelihood, or the network's t2l, compared with
-# the text's latent or, as a control, with another document's latent.
-Chooser = Literal["encoder", "likelihood", "network", "network_shuffled"]
+# What chooses among texts of several lengths: the run's encoder, the encoder with a search that edits its choice, the
+# texts' likelihood, or the network's t2l, compared with the text's latent or, as a control, with another document's.
+Chooser = Literal["encoder", "search", "likelihood", "network", "network_shuffled"]
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,13 @@ class Evaluation:
         empty = np.zeros((len(tokens), *self.raw_latents.shape[1:]), np.float32)
         return self.generate_from("t2l", tokens, prefixes or [()] * len(tokens), empty, sampling).latents
 
-    @torch.no_grad()
+    def generate_texts(
+        self, condition: Condition, count: int, sampling: SamplingConfig, choosers: Sequence[Chooser]
+    ) -> list[GeneratedSamples]:
+        """Generate texts of several lengths once, and return what each of `choosers` makes of them (collective)."""
+        prefixes, latents = self.prefixes[:count], self.given_latents(condition)
+        return self._generate("l2t", self.tokens[:count], prefixes, latents, sampling, choosers)
+
     def generate_from(
         self,
         mode: Mode,
@@ -215,39 +221,60 @@ class Evaluation:
 
         With a `chooser`, only the number of samples matters in `start` (collective).
         """
+        (made,) = self._generate(mode, start, prefixes, given_latents, sampling, [chooser])
+        return made
+
+    @torch.no_grad()
+    def _generate(
+        self,
+        mode: Mode,
+        start: Sequence[Sequence[int]],
+        prefixes: Sequence[Sequence[int]],
+        given_latents: np.ndarray,
+        sampling: SamplingConfig,
+        choosers: Sequence[Chooser | None],
+    ) -> list[GeneratedSamples]:
+        """Return the samples of `generate_from` by each of `choosers`, or by None alone (collective)."""
         run, count = self.run, len(start)
         lengths = np.array([len(tokens) for tokens in start])
-        latents = np.zeros((count, *self.raw_latents.shape[1:]))
+        latents = np.zeros((len(choosers), count, *self.raw_latents.shape[1:]))
         # float64 represents every token id and length exactly, so one sum over the ranks can merge them.
-        longest = run.store.manifest.max_length if chooser else lengths.max()
-        texts, passes = np.zeros((count, 1 + longest)), 0.0
+        longest = lengths.max() if None in choosers else run.store.manifest.max_length
+        texts, passes = np.zeros((len(choosers), count, 1 + longest)), np.zeros(len(choosers))
         sampler = run.sampler(sampling, every_step=self._every_step)
-        fit, rounds = None, 0
-        if chooser == "encoder":
-            fit, rounds = run.fit(sampling), run.search_rounds(sampling)
-        elif chooser not in (None, "likelihood"):
-            fit = run.fit_by_network(sampling, self._every_step)
-        other = torch.from_numpy(self.latents["shuffled"]) if chooser == "network_shuffled" else None
         for counted, slots in self._track(self._local_slots(lengths)):
             streams, rows = SampleStreams(self.config.seed, MODES.index(mode), torch.from_numpy(slots)), slots.tolist()
-            given, heads = torch.from_numpy(given_latents[slots]), [prefixes[row] for row in rows]
-            if chooser:
-                judges = None if other is None else other[slots].to(run.device)
-                request = TextRequest(given.to(run.device), longest, prefixes=heads, judged_by=judges)
-                generation = generate_best(sampler, streams, request, fit, rounds)
-            else:
+            given, heads = torch.from_numpy(given_latents[slots]).to(run.device), [prefixes[row] for row in rows]
+            if None in choosers:
                 whole = [[*head, *start[row]] for head, row in zip(heads, rows, strict=True)]
-                generation = sampler.generate(mode, streams, given.to(run.device), whole)
-            if not counted:
-                continue
-            passes += generation.passes
-            latents[rows] = generation.latents
-            for row, tokens in zip(rows, generation.split(), strict=True):
-                texts[row, : 1 + len(tokens)] = len(tokens), *tokens
+                generations = [sampler.generate(mode, streams, given, whole)]
+            else:
+                candidates = generate_candidates(sampler, streams, TextRequest(given, longest, prefixes=heads))
+                generations = [self._choose(candidates, chooser, sampling, slots) for chooser in choosers]
+            for index, generation in enumerate(generations if counted else ()):
+                passes[index] += generation.passes
+                latents[index, rows] = generation.latents
+                for row, tokens in zip(rows, generation.split(), strict=True):
+                    texts[index, row, : 1 + len(tokens)] = len(tokens), *tokens
         merged = self.sum_over_ranks(texts).astype(np.int64)
-        made = [row[1 : 1 + row[0]].tolist() for row in merged]
-        passes = float(self.sum_over_ranks(np.array([passes]))[0])
-        return GeneratedSamples(self.sum_over_ranks(latents).astype(np.float32), made, passes / count)
+        made = [[row[1 : 1 + row[0]].tolist() for row in each] for each in merged]
+        latents = self.sum_over_ranks(latents).astype(np.float32)
+        return list(map(GeneratedSamples, latents, made, (self.sum_over_ranks(passes) / count).tolist()))
+
+    def _choose(
+        self, candidates: Candidates, chooser: Chooser | None, sampling: SamplingConfig, slots: np.ndarray
+    ) -> Generation:
+        """Return a text for each document of `slots`."""
+        run = self.run
+        if chooser in ("encoder", "search"):
+            fit, rounds = run.fit(sampling), run.search_rounds(sampling) if chooser == "search" else 0
+            best = candidates.best(fit)
+            return candidates.edited(best, fit, rounds) if rounds else best
+        if chooser == "likelihood":
+            return candidates.best()
+        others = torch.from_numpy(self.latents["shuffled"][slots]).to(run.device)
+        judges = others if chooser == "network_shuffled" else None
+        return candidates.best(run.fit_by_network(sampling, self._every_step), judges)
 
     # --- baselines ------------------------------------------------------------------------------------------
 

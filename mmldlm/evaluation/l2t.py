@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.evaluation.evaluator import Condition, Evaluation
+from mmldlm.evaluation.evaluator import Chooser, Evaluation
 from mmldlm.evaluation.statistics import cosine, length_buckets, share_with_interval, with_interval
 from mmldlm.utils.intervals import ratio_of_sums
 
@@ -20,7 +20,13 @@ NEAR_COPY = 0.9  # a text this similar to a training text counts as a copy
 # Letters of scripts without spaces between words: Thai and Lao, Tibetan, Burmese, Khmer, kana, Chinese.
 _UNSPACED = re.compile("[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]")
 _CHINESE, _LETTER = re.compile("[\u3400-\u9fff\U00020000-\U0003ffff]"), re.compile(r"[^\W\d_]")
-SUFFIXES: dict[Condition, str] = {"own": "", "shuffled": "_shuffled", "mean": "_mean_latent"}
+# Choices among the same candidates of a document's latent, by the suffix of their metrics.
+CHOICES: dict[Chooser, str] = {
+    "search": "",
+    "encoder": "_without_search",
+    "network": "_by_network",
+    "network_shuffled": "_by_network_shuffled",
+}
 
 
 def reference_metrics(
@@ -148,31 +154,27 @@ def text_metrics(evaluation: Evaluation) -> dict[str, Any]:
         metrics.update({add_suffix(key, suffix): value for key, value in measured.items()})
         return texts
 
-    for condition, suffix in SUFFIXES.items():
-        evaluation.progress.phase(f"texts from latents, latent {condition}")
-        # Baselines try only the median length: choosing among useless texts is not worth the time.
-        tried = sampling if condition == "own" else replace(sampling, tried_lengths=1, search=0)
-        made = evaluation.generate("l2t", condition, count, tried, "encoder")
-        generated = made.tokens
-        texts = add(suffix, generated)
-        if condition == "own":
-            metrics["passes_per_text"] = made.passes
-            metrics |= memorization_metrics(evaluation, generated)
-            pairs = zip(references[:NUM_SHOWN_SAMPLES], texts[:NUM_SHOWN_SAMPLES], strict=True)
-            metrics["samples"] = [{"reference": reference, "generation": text} for reference, text in pairs]
-            exact = exact_matches(texts, references, reference_tokens, unknown)
-            metrics["exact_match_by_length"] = [
-                {**row, "texts": int(inside.sum()), **share_with_interval("exact_match", exact[inside])}
-                for row, inside in length_buckets(evaluation.lengths[:count])
-            ]
-    if evaluation.run.search_rounds(sampling):
-        evaluation.progress.phase("texts from latents, without search")
-        without = replace(sampling, search=0)
-        add("_without_search", evaluation.generate("l2t", "own", count, without, "encoder").tokens)
-    if evaluation.run.encodes:
-        evaluation.progress.phase("texts from latents, chosen by the network")
-        add("_by_network", evaluation.generate("l2t", "own", count, sampling, "network").tokens)
-        add("_by_network_shuffled", evaluation.generate("l2t", "own", count, sampling, "network_shuffled").tokens)
+    evaluation.progress.phase("texts from latents, latent own")
+    choosers: list[Chooser] = ["search"]
+    choosers += ["encoder"] if evaluation.run.search_rounds(sampling) else []
+    choosers += ["network", "network_shuffled"] if evaluation.run.encodes else []
+    made = dict(zip(choosers, evaluation.generate_texts("own", count, sampling, choosers), strict=True))
+    texts = {chooser: add(CHOICES[chooser], samples.tokens) for chooser, samples in made.items()}["search"]
+    metrics["passes_per_text"] = made["search"].passes
+    metrics |= memorization_metrics(evaluation, made["search"].tokens)
+    pairs = zip(references[:NUM_SHOWN_SAMPLES], texts[:NUM_SHOWN_SAMPLES], strict=True)
+    metrics["samples"] = [{"reference": reference, "generation": text} for reference, text in pairs]
+    exact = exact_matches(texts, references, reference_tokens, unknown)
+    metrics["exact_match_by_length"] = [
+        {**row, "texts": int(inside.sum()), **share_with_interval("exact_match", exact[inside])}
+        for row, inside in length_buckets(evaluation.lengths[:count])
+    ]
+    # Baselines try only the median length: choosing among useless texts is not worth the time.
+    one_length = replace(sampling, tried_lengths=1)
+    evaluation.progress.phase("texts from latents, latent shuffled")
+    add("_shuffled", evaluation.generate("l2t", "shuffled", count, one_length, "encoder").tokens)
+    evaluation.progress.phase("texts from latents, latent mean")
+    add("_mean_latent", evaluation.generate("l2t", "mean", count, one_length, "encoder").tokens)
     evaluation.progress.phase("texts from latents, at the documents' lengths")
     add("_true_length", evaluation.generate("l2t", "own", count, sampling).tokens)
     evaluation.progress.phase("texts from token frequencies")

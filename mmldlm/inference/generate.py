@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.diffusion.candidates import TextRequest, generate_best
+from mmldlm.diffusion.candidates import TextRequest, generate_candidates
 from mmldlm.diffusion.noise import MODES, Mode, RandomSource, SampleStreams, draw_normal
 from mmldlm.diffusion.sampling import (
     GUIDANCE_NEEDS,
@@ -87,8 +87,11 @@ def sample(
         start = [[*head, *(template or [manifest.mask_id] * number)] for head, number in zip(each, drawn, strict=True)]
         return generate_and_decode(run, mode, config, generator, latents, start)
     request = TextRequest(latents.to(run.device), manifest.max_length, count, lengths or None, template, heads)
-    rounds = run.search_rounds(config) if count == 1 and not lengths else 0
-    return decoded(run, generate_best(run.sampler(config), generator, request, run.fit(config), rounds))
+    candidates, fit = generate_candidates(run.sampler(config), generator, request), run.fit(config)
+    best = candidates.best(fit)
+    if count == 1 and not lengths and (rounds := run.search_rounds(config)):
+        best = candidates.edited(best, fit, rounds)
+    return decoded(run, best)
 
 
 def interpolate(

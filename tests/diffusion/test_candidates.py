@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.batch import PackedLayout
-from mmldlm.diffusion.candidates import Fit, TextRequest, generate_best, lengths_around
+from mmldlm.diffusion.candidates import Fit, TextRequest, generate_candidates, lengths_around
 from mmldlm.diffusion.decoding import hold_back_doubles, without_neighbors
 from mmldlm.diffusion.masked import MaskedDiffusion
 from mmldlm.diffusion.noise import SampleStreams
@@ -63,7 +63,7 @@ def best(
 ) -> Generation:
     streams = SampleStreams(0, 0, torch.arange(len(LATENTS)))
     sampler = Sampler(network or Network(random_logits()), TEXT, LATENT, config, every_step=every_step)
-    return generate_best(sampler, streams, TextRequest(LATENTS, LONGEST, **request), fit)
+    return generate_candidates(sampler, streams, TextRequest(LATENTS, LONGEST, **request)).best(fit)
 
 
 @pytest.mark.setting("sampling.tried_lengths")
