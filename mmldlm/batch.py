@@ -34,15 +34,16 @@ class BatchSize:
     @property
     def micro_batch(self) -> str:
         """Size of a micro-batch for messages, such as "32 samples" or "up to 16,384 tokens"."""
-        tokens = self.micro_batch_tokens
-        return f"up to {tokens:,} tokens" if tokens else f"{self.micro_batch_size} samples"
+        tokens, samples = self.micro_batch_tokens, self.micro_batch_size
+        return f"up to {tokens:,} tokens" if tokens else f"{samples} sample{'s' * (samples > 1)}"
 
     def describe(self, world_size: int) -> str:
         """Return the sizes for users, such as "128 samples = 2 processes x 32 samples x 2 micro-batches"."""
-        count = self.accumulation(world_size)
-        micro_batches = f"{self.micro_batch} x {count} micro-batch{'es' * (count > 1)}"
         if self.micro_batch_tokens:
             micro_batches = f"micro-batches of {self.micro_batch}"
+        else:
+            count = self.accumulation(world_size)
+            micro_batches = f"{self.micro_batch} x {count} micro-batch{'es' * (count > 1)}"
         processes = f"{world_size} process{'es' * (world_size > 1)}"
         return f"{self.global_batch_size} samples = {processes} x {micro_batches}"
 
