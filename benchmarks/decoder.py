@@ -64,7 +64,11 @@ BEAMS = {"greedy": 1, "beam of 4": 4, NEAREST: 5}
 EDITED = f"{NEAREST}, edited"  # by the search that edits ours, with tokens that the decoder proposes
 DECODINGS = (*BEAMS, EDITED)
 EXACT, BOUND = "bits_per_token_with_length", "bound_of_bits_per_token_with_length"
-CURVES = {"decoder": ("decoder", EXACT), "mmldlm": ("mmldlm", EXACT), "mmldlm, bound over all orders": ("mmldlm", BOUND)}
+CURVES = {
+    "decoder": ("decoder", EXACT),
+    "mmldlm": ("mmldlm", EXACT),
+    "mmldlm, bound over all orders": ("mmldlm", BOUND),
+}
 TEXT_ROWS = {
     "exact matches": "exact_match",
     "BLEU": "bleu",
