@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -69,9 +70,14 @@ class Candidates:
         """
         latents, prefixes, sampler, passes = self.request.latents, self.request.prefixes, self.sampler, made.passes
         mask_id = sampler.text.mask_id
+        words = None if sampler.words is None or sampler.config.doubled_words == "allow" else sampler.words.cpu()
 
         def score(texts: list[list[int]], numbers: Sequence[int]) -> Tensor:
-            return fit(texts, latents[list(numbers)])
+            fits = fit(texts, latents[list(numbers)])
+            if words is None:
+                return fits
+            doubled = [any(a == b and words[a] for a, b in pairwise(text)) for text in texts]
+            return fits.masked_fill(torch.tensor(doubled, dtype=torch.bool), torch.nan)
 
         def propose(templates: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
             nonlocal passes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -163,6 +164,27 @@ def test_no_word_stands_next_to_itself(decoding: str) -> None:
     for text in written("avoid", IS_WORD):
         assert all(a != b for a, b in pairwise(text)) and 3 in text
     assert written("avoid", torch.arange(VOCAB) == 4) == [[3] * 7, [3], [3] * 8], "signs may stand next to themselves"
+
+
+@pytest.mark.setting("sampling.doubled_words")
+def test_a_search_puts_no_word_next_to_itself() -> None:
+    """The encoder likes word 3: a search would write it everywhere, or take out what stands between two of them."""
+    logits = torch.full((VOCAB,), -20.0)
+    logits[[3, 4, 20]] = torch.tensor([3.0, 2.0, 1.0])
+
+    def fit(tokens: list[list[int]], latents: Tensor) -> Tensor:
+        return torch.tensor([0.99 - 0.01 * sum(token != 3 for token in text) for text in tokens], dtype=torch.float64)
+
+    def searched(doubled_words: str) -> list[list[int]]:
+        config = SamplingConfig(64, temperature=0.0, decoding="confidence", doubled_words=doubled_words)  # type: ignore[arg-type]
+        sampler = Sampler(Network(logits), TEXT, LATENT, config, words=IS_WORD)
+        candidates = generate_candidates(sampler, SampleStreams(0, 0, torch.arange(3)), TextRequest(LATENTS, LONGEST))
+        made = replace(candidates.best(fit), tokens=torch.tensor([4, 3, 4, 3, 4] * 3), lengths=(5,) * 3)
+        return candidates.edited(made, fit, 8).split()
+
+    assert all(set(text) == {3} for text in searched("allow"))
+    for text in searched("avoid"):
+        assert all(a != b for a, b in pairwise(text)) and text.count(3) > text.count(4)
 
 
 def test_words_of_one_step_are_no_neighbors() -> None:
