@@ -50,7 +50,7 @@ from mmldlm.diffusion.search import PROPOSED, search
 from mmldlm.distributed.optimizers import build_optimizer
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import fault_metrics, reencoding_metrics, reference_metrics
-from mmldlm.evaluation.likelihood import MAX_ORDERED_TOKENS, SHORT
+from mmldlm.evaluation.likelihood import SHORT
 from mmldlm.evaluation.statistics import cosine
 from mmldlm.loading.load import SEARCH_ROUNDS, load_run
 from mmldlm.model.mmdit import ModelConfig
@@ -306,11 +306,11 @@ def curves(corpus: Mapping[str, Any]) -> dict[str, dict[float, list[float]]]:
     return made
 
 
-def of_the_gate(seed: Mapping[str, Any]) -> Record:
-    """Return the values of `ROWS` that the learning gate has: bits only if no text is too long for the exact ones."""
+def of_the_gate(seed: Mapping[str, Any], documents: int) -> Record:
+    """Return the values of `ROWS` that the learning gate has, with the exact bits if they are of all documents."""
     l2t, train_cpu_s = seed["metrics"]["l2t"], seed["train_cpu_s"]  # None if an earlier start was killed
     exact = l2t[f"bits_per_token_by_confidence{SHORT}"] + l2t["length_bits_per_token"]
-    is_of_all = l2t["exact_match_by_length"][-1]["tokens_to"] <= MAX_ORDERED_TOKENS
+    is_of_all = l2t["confidence_documents"] == documents
     return {**l2t, "train_cpu_minutes": train_cpu_s and train_cpu_s / 60, EXACT: exact if is_of_all else None}
 
 
@@ -321,7 +321,9 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     """
     gate, made = read_result("learning")["corpora"], {}
     for name, corpus in result["corpora"].items():
-        ours = [run for run in corpus["mmldlm"] if "bleu" in run] or [*map(of_the_gate, gate[name]["seeds"])]
+        ours = [run for run in corpus["mmldlm"] if "bleu" in run] or [
+            of_the_gate(seed, gate[name]["samples"]["test"]) for seed in gate[name]["seeds"]
+        ]
         best: dict[int, Record] = {}  # by seed
         for run in corpus["decoder"]:
             seed = run["seed"]
