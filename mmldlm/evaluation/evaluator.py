@@ -272,8 +272,9 @@ class Evaluation:
             return candidates.edited(best, fit, rounds) if rounds else best
         if chooser == "likelihood":
             return candidates.best()
-        others = torch.from_numpy(self.latents["shuffled"][slots]).to(run.device)
-        judges = others if chooser == "network_shuffled" else None
+        judges = None
+        if chooser == "network_shuffled":
+            judges = torch.from_numpy(self.latents["shuffled"][slots]).to(run.device)
         return candidates.best(run.fit_by_network(sampling, self._every_step), judges)
 
     # --- baselines ------------------------------------------------------------------------------------------
