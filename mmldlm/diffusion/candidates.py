@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from mmldlm.diffusion.decoding import has_doubled_word
 from mmldlm.diffusion.noise import RandomSource, SampleStreams
 from mmldlm.diffusion.sampling import Generation, Sampler, length_probabilities, median_lengths
 from mmldlm.diffusion.search import PROPOSED, search
@@ -70,14 +70,13 @@ class Candidates:
         """
         latents, prefixes, sampler, passes = self.request.latents, self.request.prefixes, self.sampler, made.passes
         mask_id = sampler.text.mask_id
-        words = None if sampler.words is None or sampler.config.doubled_words == "allow" else sampler.words.cpu()
+        apart = frozenset[int]()  # words that do not stand next to themselves
+        if sampler.words is not None and sampler.config.doubled_words == "avoid":
+            apart = frozenset(sampler.words.nonzero().flatten().tolist())
 
         def score(texts: list[list[int]], numbers: Sequence[int]) -> Tensor:
-            fits = fit(texts, latents[list(numbers)])
-            if words is None:
-                return fits
-            doubled = [any(a == b and words[a] for a, b in pairwise(text)) for text in texts]
-            return fits.masked_fill(torch.tensor(doubled, dtype=torch.bool), torch.nan)
+            doubled = torch.tensor([has_doubled_word(text, apart) for text in texts], dtype=torch.bool)
+            return fit(texts, latents[list(numbers)]).masked_fill(doubled, torch.nan)
 
         def propose(templates: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
             nonlocal passes

@@ -9,7 +9,7 @@ Shape letters: F tokens to generate (a row is an index into them), P tokens that
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from itertools import pairwise
 from typing import Literal
 
@@ -152,6 +152,11 @@ def without_neighbors(logits: Tensor, tokens: Tensor, positions: Tensor, layout:
         column = found.unsqueeze(1)
         logits = logits.scatter(1, column, logits.gather(1, column).masked_fill(excluded, EXCLUDED_LOGIT))
     return logits
+
+
+def has_doubled_word(text: Sequence[int], words: Set[int]) -> bool:
+    """Return whether one of these tokens stands next to itself in the text."""
+    return any(a == b and a in words for a, b in pairwise(text))
 
 
 def hold_back_doubles(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence, Set
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from mmldlm.diffusion.decoding import has_doubled_word
 from mmldlm.evaluation.evaluator import Chooser, Evaluation
 from mmldlm.evaluation.statistics import cosine, length_buckets, share_with_interval, with_interval
 from mmldlm.utils.intervals import ratio_of_sums
@@ -103,7 +103,7 @@ def fault_metrics(
     tokens: Sequence[Sequence[int]], reference_tokens: Sequence[Sequence[int]], words: Set[int]
 ) -> dict[str, float]:
     """Return the share of texts with a doubled word, and of texts that swapping two neighbors would make exact."""
-    doubled = [any(a == b and a in words for a, b in pairwise(text)) for text in tokens]
+    doubled = [has_doubled_word(text, words) for text in tokens]
     swapped = 0
     for text, true in zip(tokens, reference_tokens, strict=True):
         wrong = [place for place, pair in enumerate(zip(text, true, strict=False)) if pair[0] != pair[1]]
