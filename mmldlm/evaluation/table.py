@@ -146,7 +146,8 @@ def _section(title: str, rows: Iterable[Row], metrics: Mapping[str, Any]) -> lis
         baseline = ", ".join(
             f"{label} {_number(metrics[other])}" for label, other in others.items() if other in metrics
         )
-        lines.append(f"  {name:<32}{_number(metrics[key]):>10}  {interval:<18}baseline: {baseline}")
+        beside = f"baseline: {baseline}" if baseline else ""
+        lines.append(f"  {name:<32}{_number(metrics[key]):>10}  {interval:<18}{beside}".rstrip())
     return lines
 
 
