@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from mmldlm.errors import DataError
 from mmldlm.utils.files import write_atomically
@@ -100,7 +101,7 @@ def _wordnet(folder: Path) -> tuple[Iterator[Text], str]:
         members = [member for member in archive if re.search(r"/data\.(adj|adv|noun|verb)$", member.name)]
         lines = [archive.extractfile(member).read().decode() for member in members]  # type: ignore[union-attr]
     texts = ({"text": text, "kind": "definition", "group": ""} for text in definitions("".join(lines).splitlines()))
-    return texts, package.name
+    return texts, unquote(package.name)  # apt writes the colon of a version as %3a
 
 
 def _debian(folder: Path) -> tuple[Iterator[Text], str]:
