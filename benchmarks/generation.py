@@ -147,9 +147,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, sampling in arms.items():
         settings[name] = texts(evaluation, sampling)
         print_status(f"{name}: exact matches {settings[name]['exact_match']:.3f}")
-    run.__dict__["chooser"] = OtherTexts(encoder)  # in place of the cached property
+    run.__dict__["available_encoder"] = OtherTexts(encoder)  # in place of the cached property
     settings[OTHERS] = texts(evaluation, default)
-    run.__dict__["chooser"] = encoder
+    run.__dict__["available_encoder"] = encoder
     raw, latents = evaluation.raw_latents, dict[str, Any]()
     for name, change in changes(run.store).items():
         evaluation.raw_latents = change(raw)

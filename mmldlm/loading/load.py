@@ -85,7 +85,7 @@ class LoadedRun:
         return load_encoder(self.store.path / "encoder")
 
     @functools.cached_property
-    def chooser(self) -> LatentEncoder | None:
+    def available_encoder(self) -> LatentEncoder | None:
         """`encoder`, or None, with a notice on stderr, if the encoder cannot be loaded here."""
         try:
             return self.encoder
@@ -113,8 +113,8 @@ class LoadedRun:
         """
 
         def fit(tokens: list[list[int]], latents: Tensor) -> Tensor:
-            if self.chooser is not None:
-                encoded = torch.from_numpy(self.chooser.encode(self.tokenizer.decode_batch(tokens)))
+            if (encoder := self.available_encoder) is not None:
+                encoded = torch.from_numpy(encoder.encode(self.tokenizer.decode_batch(tokens)))
                 return self._agreement(encoded, latents)
             if self.encodes:
                 return self.fit_by_network(config)(tokens, latents)
@@ -129,8 +129,9 @@ class LoadedRun:
             UsageError: `config.search` is set, but the encoder cannot be loaded.
         """
         if config.search is None:
-            return SEARCH_ROUNDS * (self.chooser is not None and self.chooser.is_small)
-        if config.search and self.chooser is None:
+            encoder = self.available_encoder
+            return SEARCH_ROUNDS if encoder is not None and encoder.is_small else 0
+        if config.search and self.available_encoder is None:
             raise UsageError(f"sampling.search: expected a run whose encoder can be loaded, found {config.search}")
         return config.search
 
