@@ -236,7 +236,8 @@ class Contest(Corpus):
 
         manifest = self.store.manifest
         mask_id, started = manifest.mask_id, time.process_time()
-        edited = search(tokens, SEARCH_ROUNDS, fit, propose, mask_id, manifest.max_length)
+        words = frozenset(tokenizer.word_ids)
+        edited = search(tokens, SEARCH_ROUNDS, fit, propose, mask_id, manifest.max_length, single_words=words)
         cpu_s += time.process_time() - started
         result[EDITED] = self.texts(edited, [text.tolist() for text in true], raw_latents, cpu_s)
         return result

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from mmldlm.diffusion.decoding import has_doubled_word
 from mmldlm.diffusion.noise import RandomSource, SampleStreams
 from mmldlm.diffusion.sampling import Generation, Sampler, length_probabilities, median_lengths
 from mmldlm.diffusion.search import PROPOSED, search
@@ -70,13 +69,12 @@ class Candidates:
         """
         latents, prefixes, sampler, passes = self.request.latents, self.request.prefixes, self.sampler, made.passes
         mask_id = sampler.text.mask_id
-        apart = frozenset[int]()  # words that do not stand next to themselves
+        single_words = frozenset[int]()
         if sampler.words is not None and sampler.config.doubled_words == "avoid":
-            apart = frozenset(sampler.words.nonzero().flatten().tolist())
+            single_words = frozenset(sampler.words.nonzero().flatten().tolist())
 
-        def score(texts: list[list[int]], numbers: Sequence[int]) -> Tensor:
-            doubled = torch.tensor([has_doubled_word(text, apart) for text in texts], dtype=torch.bool)
-            return fit(texts, latents[list(numbers)]).masked_fill(doubled, torch.nan)
+        def fit_of(texts: list[list[int]], numbers: Sequence[int]) -> Tensor:
+            return fit(texts, latents[list(numbers)])
 
         def propose(templates: list[list[int]], numbers: Sequence[int]) -> list[list[int]]:
             nonlocal passes
@@ -86,7 +84,8 @@ class Candidates:
             return sampler.likely_tokens(latents[list(numbers)], whole, PROPOSED)
 
         before = made.split()
-        found = search(before, rounds, score, propose, mask_id, self.request.max_length, sampler.every_step)
+        max_length, every_step = self.request.max_length, sampler.every_step
+        found = search(before, rounds, fit_of, propose, mask_id, max_length, every_step, single_words)
         changed = torch.tensor([one != other for one, other in zip(before, found, strict=True)])
         log_p = made.log_p.masked_fill(changed, torch.nan)
         tokens = torch.tensor([token for each in found for token in each])

@@ -8,10 +8,12 @@ text in rounds by its embedding, with a network that was trained for it.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from itertools import chain
 
 from torch import Tensor
+
+from mmldlm.diffusion.decoding import has_doubled_word
 
 PLACES = 16  # of a text, where a round replaces, adds and moves tokens
 REACH = 4  # tokens that a token can move at once
@@ -21,8 +23,10 @@ PERFECT = 1 - 1e-6  # a text that fits at least as well is left alone
 FOUND = 0.93  # a search that gets no nearer has collected words of a latent that no text has, and is given up
 
 Edit = tuple[int, int, tuple[int, ...]]  # the tokens from the first place to before the second become these
-# Returns float64 [k], at most 1: how well texts, given as tokens, fit the latents with the given numbers.
+# Returns float64 [k], at most 1: how well texts, given as tokens, fit the latents with the given numbers. NaN: unknown.
 Fit = Callable[[list[list[int]], Sequence[int]], Tensor]
+# Returns the same as numbers, -1 for an unknown fit and for a text in which a word stands next to itself.
+Score = Callable[[list[list[int]], Sequence[int]], list[float]]
 # Returns for each of k texts the `PROPOSED` likeliest tokens for its one [MASK], given the latent with this number.
 Propose = Callable[[list[list[int]], Sequence[int]], list[list[int]]]
 
@@ -35,6 +39,7 @@ def search(
     mask_id: int,
     max_length: int,
     every_round: bool = False,
+    single_words: Set[int] = frozenset(),
 ) -> list[list[int]]:
     """Return a text for each of n latents that fits at least as well as the given text.
 
@@ -45,16 +50,23 @@ def search(
         texts: n texts, as tokens.
         max_length: Tokens of the longest text.
         every_round: Call `propose` in all rounds, since other ranks may need its passes of the network.
+        single_words: Tokens that no edit puts next to themselves.
     """
+
+    def score(texts: list[list[int]], numbers: Sequence[int]) -> list[float]:
+        fits = fit(texts, numbers).nan_to_num(-1.0).tolist()
+        doubled = [has_doubled_word(text, single_words) for text in texts]
+        return [-1.0 if is_doubled else value for value, is_doubled in zip(fits, doubled, strict=True)]
+
     best = list(texts)
     scores = fit(best, range(len(best))).nan_to_num(-1.0).tolist()
-    improved = [number for number, score in enumerate(scores) if score < PERFECT]
+    improved = [number for number, value in enumerate(scores) if value < PERFECT]
     for _ in range(rounds):
         if not (improved or every_round):
             break
-        edits = _tried_edits(best, improved, fit, propose, mask_id, max_length)
+        edits = _tried_edits(best, improved, score, propose, mask_id, max_length)
         combined = {
-            number: _without_overlaps([edit for score, edit in sorted(tried, reverse=True) if score > scores[number]])
+            number: _without_overlaps([edit for value, edit in sorted(tried, reverse=True) if value > scores[number]])
             for number, tried in zip(improved, edits, strict=True)
         }
         improved = [number for number, chosen in combined.items() if chosen]
@@ -63,18 +75,18 @@ def search(
             for number, chosen in combined.items()
             for count in range(1, 1 + len(chosen))
         ]
-        fits = fit([text for _, text in candidates], [number for number, _ in candidates]).nan_to_num(-1.0)
-        for (number, text), score in zip(candidates, fits.tolist(), strict=True):
-            if score > scores[number] and len(text) <= max_length:
-                best[number], scores[number] = text, score
+        reached = score([text for _, text in candidates], [number for number, _ in candidates])
+        for (number, text), value in zip(candidates, reached, strict=True):
+            if value > scores[number] and len(text) <= max_length:
+                best[number], scores[number] = text, value
         improved = [number for number in improved if scores[number] < PERFECT]
-    return [text if score >= FOUND else given for text, score, given in zip(best, scores, texts, strict=True)]
+    return [text if value >= FOUND else given for text, value, given in zip(best, scores, texts, strict=True)]
 
 
 def _tried_edits(
-    best: Sequence[list[int]], numbers: Sequence[int], fit: Fit, propose: Propose, mask_id: int, max_length: int
+    best: Sequence[list[int]], numbers: Sequence[int], score: Score, propose: Propose, mask_id: int, max_length: int
 ) -> list[list[tuple[float, Edit]]]:
-    """Return edits of the texts with these numbers, each with the fit of the edited text.
+    """Return edits of the texts with these numbers, each with the score of the edited text.
 
     A token without which a text fits best is probably wrong. All edits but deletions are tried at these places.
     """
@@ -82,7 +94,7 @@ def _tried_edits(
     def scored(edits: Sequence[Sequence[Edit]]) -> list[list[tuple[float, Edit]]]:
         made = [edited(best[number], [edit]) for number, tried in zip(numbers, edits, strict=True) for edit in tried]
         owners = [number for number, tried in zip(numbers, edits, strict=True) for _ in tried]
-        scores = iter(fit(made, owners).nan_to_num(-1.0).tolist())
+        scores = iter(score(made, owners))
         return [[(next(scores), edit) for edit in tried] for tried in edits]
 
     shorter = scored([[(place, place + 1, ()) for place in range(len(best[number]))] for number in numbers])
