@@ -44,7 +44,7 @@ from benchmarks.common.report import (
     select_names,
 )
 from benchmarks.common.text_metrics import bits, bleu_signature, our_nats, text_metrics
-from benchmarks.decoder import BATCH, EXACT, NEAREST, Corpus, decode, decoder_bits, train
+from benchmarks.decoder import BATCH, EXACT, NEAREST, VALIDATIONS, Corpus, decode, decoder_bits, train
 from benchmarks.learning import (
     CLOSE,
     CONFIG,
@@ -73,7 +73,7 @@ SETTINGS = (
 )
 QUICK = ("model.depth=1", "model.width=64", "model.num_heads=2", "train.global_batch_size=8")
 QUICK_STEPS, QUICK_TEXTS = 20, 20
-TIMED_STEPS = 10, 60
+TIMED_STEPS = VALIDATIONS, 60  # both with all validations
 PASSES = {"8 passes": 8, "a token a pass": 10_000}
 ONE_LENGTH, FIVE_LENGTHS = "likeliest length", "nearest of 5 lengths"
 ANOTHER, COPIED = "another text's vector", "nearest training text"
