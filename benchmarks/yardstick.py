@@ -68,9 +68,7 @@ PREPARE = (
 )
 # Texts that differ in a word share a split, and so do the texts of a package.
 APART = {"wordnet": ("--near-duplicates",), "debian": ("--group-field", "group")}
-SETTINGS = (
-    *("model.latent_width=null", "mode=l2t", "validation.every=0", "log.tensorboard=false", "sampling.search=0"),
-)
+SETTINGS = ("model.latent_width=null", "mode=l2t", "validation.every=0", "log.tensorboard=false", "sampling.search=0")
 QUICK = ("model.depth=1", "model.width=64", "model.num_heads=2", "train.global_batch_size=8")
 QUICK_STEPS, QUICK_TEXTS = 20, 20
 TIMED_STEPS = VALIDATIONS, 60  # both with all validations
