@@ -116,7 +116,7 @@ CASES = {
         {
             "l2t.bleu": Bar(least=44),
             "l2t.exact_match": Bar(least=0.16),
-            "l2t.doubled_words": Bar(most=0.01),  # by the search without its rule: 0.014
+            "l2t.doubled_words": Bar(most=0.004),  # by the search without its rule: 0.014
             "l2t.bits_per_token": Bar(most=2.9),
             "l2t.length_bits_per_token": Bar(most=0.32),  # 0.35
             "t2l.recall_at_1": Bar(least=0.94),  # 0.87
@@ -133,7 +133,7 @@ CASES = {
             "l2t.bleu": Bar(least=88),
             "l2t.exact_match": Bar(least=0.8),
             "l2t.exact_match_without_search": Bar(least=0.5),
-            "l2t.doubled_words": Bar(most=0.01),
+            "l2t.doubled_words": Bar(most=0.004),  # by the search without its rule: 0.009
             "l2t.bits_per_token": Bar(most=1.2),
             "t2l.recall_at_1": Bar(least=0.97),
             "t2l.sts_recall_at_1": Bar(least=0.2),  # without a teacher: 0.07
