@@ -73,7 +73,7 @@ class Demo:
 
     def _rows(self, texts: list[str], latents: np.ndarray) -> Rows:
         """Return each text with the cosine of its latent by the encoder to that of `latents`, of all or of each."""
-        encoder = self.model.run.chooser  # None where the encoder cannot be loaded
+        encoder = self.model.run.available_encoder  # None where the encoder cannot be loaded
         similarities = [math.nan] * len(texts) if encoder is None else cosine(encoder.encode(texts), latents).tolist()
         rounded = [round(value, 3) if math.isfinite(value) else None for value in similarities]
         return [list(row) for row in zip(rounded, texts, strict=True)]

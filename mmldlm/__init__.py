@@ -6,7 +6,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmldlm.inference.model import Model as Model
+    from mmldlm.inference.model import load as load
 
 __version__ = "0.1.0"
 

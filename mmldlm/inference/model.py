@@ -29,7 +29,7 @@ from mmldlm.utils.torch_defaults import torch_defaults
 
 GRID_TEXTS = 64  # in `score`, this many consecutive texts share a low-discrepancy grid of noise times
 if TYPE_CHECKING:
-    _HubMixin: Any = object
+    from huggingface_hub import ModelHubMixin as _HubMixin
 else:
     try:
         from huggingface_hub import ModelHubMixin as _HubMixin
@@ -225,7 +225,7 @@ class Model(_HubMixin):
         write_bundle(self.run, save_directory)
 
     @classmethod
-    def from_pretrained(
+    def from_pretrained(  # type: ignore[override]  # a stable name, `model_id`, where the mixin has a longer one
         cls, model_id: str | Path, *, revision: str | None = None, device: str | None = None, **download: Any
     ) -> Model:
         """Load a local bundle, or download one. Other options go to huggingface_hub's `snapshot_download`.
