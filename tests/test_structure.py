@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,3 +67,12 @@ def test_the_gate_takes_the_options_that_it_names() -> None:
     text = (ROOT / "scripts" / "test.sh").read_text(encoding="utf-8")
     named, taken = re.findall(r"^#   bash scripts/test.sh (--\w+)", text, re.M), re.findall(r"^  (--\w+)\)", text, re.M)
     assert sorted(named) == sorted(taken) != []
+
+
+def test_type_checkers_know_the_attributes_of_a_loaded_model(tmp_path: Path) -> None:
+    """`mmldlm.Model` is imported on first use, and its base class may be missing: either can make it `Any`."""
+    program = tmp_path / "program.py"
+    program.write_text("import mmldlm\n\nmmldlm.load('bundle').run.no_name\n")
+    command = [sys.executable, "-m", "mypy", str(program)]  # with the cache of the gate
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
+    assert '"LoadedRun" has no attribute "no_name"' in found, found
