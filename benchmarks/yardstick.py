@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.causal_decoder import CausalDecoder
+from benchmarks.common.causal_decoder import CausalDecoder, Opponent
 from benchmarks.common.masked_inverter import SHARE, MaskedInverter
 from benchmarks.common.public_texts import SOURCES, write_texts
 from benchmarks.common.report import (
@@ -224,7 +224,7 @@ class Ground(Corpus):
         return result
 
 
-NETWORKS: dict[str, Callable[..., torch.nn.Module]] = {
+NETWORKS: dict[str, Callable[..., Opponent]] = {
     "decoder": CausalDecoder,
     "masked 10 %": MaskedInverter,
     "masked 10 to 100 %": partial(MaskedInverter, lowest=SHARE, highest=1.0),
@@ -306,11 +306,10 @@ def _cell(runs: Sequence[Record], metric: str, digits: str) -> str:
 def _about(corpus: Mapping[str, Any]) -> str:
     seeds = {run["seed"] for runs in corpus["methods"].values() for run in runs}
     close = ", ".join(f"{control['close']:.1%} ({kind})" for kind, control in corpus["controls"].items())
-    origin = f"{corpus['source']['origin']} ({'; '.join(corpus['source']['releases'])})"
     return (
-        f"From {origin}, {corpus['samples']['train']:,} texts for training. Of the measured texts {close} share at "
-        f"least {CLOSE:.0%} of their words with a training text. Seeds: {len(seeds)}, on one "
-        f"core of {corpus['machine']['cpu']}. BLEU: `{corpus['bleu_signature']}`."
+        f"From {corpus['source']['origin']}, {corpus['samples']['train']:,} texts for training. Of the measured texts "
+        f"{close} share at least {CLOSE:.0%} of their words with a training text. Seeds: {len(seeds)}, on one core of "
+        f"{corpus['machine']['cpu']}. BLEU: `{corpus['bleu_signature']}`."
     )
 
 

@@ -49,13 +49,11 @@ def _run(folder: Path, *command: str) -> bytes:
     return done.stdout
 
 
-def _update(folder: Path) -> list[str]:
-    """Fetch the indices of packages, and return release and date of each."""
+def _update(folder: Path) -> None:
+    """Fetch the indices of packages."""
     for name in ("lists/partial", "cache/archives/partial"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     _run(folder, "apt-get", "update")
-    described = [path.read_text(errors="replace") for path in sorted((folder / "lists").glob("*Release"))]
-    return [" ".join(re.findall(r"(?m)^(?:Origin|Codename|Date): (.+)", release)) for release in described]
 
 
 def definitions(lines: Iterable[str]) -> Iterator[str]:
@@ -110,7 +108,9 @@ def _debian(folder: Path) -> tuple[Iterator[Text], str]:
         paths = [path for path in _run(folder, "apt-get", *wanted).decode().split() if "_debian_" in path]
         return "\n\n".join(_run(folder, _CAT_FILE, "cat-file", path).decode() for path in paths)
 
-    return descriptions(index("Packages"), index("Translations")), "Packages, Translation-en"
+    releases = [path.read_text(errors="replace") for path in sorted((folder / "lists").glob("*Release"))]
+    named = "; ".join(" ".join(re.findall(r"(?m)^(?:Origin|Codename|Date): (.+)", release)) for release in releases)
+    return descriptions(index("Packages"), index("Translations")), f"Packages, Translation-en ({named})"
 
 
 SOURCES: dict[str, Callable[[Path], tuple[Iterator[Text], str]]] = {"wordnet": _wordnet, "debian": _debian}
@@ -124,7 +124,7 @@ def write_texts(name: str, folder: Path, limit: int | None = None) -> tuple[Path
     path, about = folder / f"{name}.jsonl", folder / f"{name}.source.json"
     if not about.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        releases = _update(folder)
+        _update(folder)
         texts, origin = SOURCES[name](folder)
         unique: dict[str, Text] = {}
         for row in texts:
@@ -134,7 +134,10 @@ def write_texts(name: str, folder: Path, limit: int | None = None) -> tuple[Path
         content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in ordered)
         write_atomically(path, content)
         kinds = [row["kind"] for row in ordered]
-        described = {"origin": origin, "releases": releases, "sha256": hashlib.sha256(content.encode()).hexdigest()}
-        described |= {"texts": {kind: kinds.count(kind) for kind in sorted(set(kinds))}}
+        described = {
+            "origin": origin,
+            "sha256": hashlib.sha256(content.encode()).hexdigest(),
+            "texts": {kind: kinds.count(kind) for kind in sorted(set(kinds))},
+        }
         write_atomically(about, json.dumps(described))
     return path, json.loads(about.read_text(encoding="utf-8"))

@@ -160,7 +160,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = zip(lines[::2], lines[1::2], strict=False)
     rows += [{"text": " ".join(pair), "kind": SEVERAL, "group": str(number)} for number, pair in enumerate(pairs)]
     (corpus / "debian.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (corpus / "debian.source.json").write_text(json.dumps({"origin": "a test", "releases": ["now"]}))
+    (corpus / "debian.source.json").write_text(json.dumps({"origin": "a test"}))
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
         fractions = ("--validation-fraction", "0.1", "--test-fraction", "0.1")
