@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from benchmarks.common.causal_decoder import CausalDecoder
+from benchmarks.common.causal_decoder import CausalDecoder, Opponent
 from benchmarks.common.report import (
     RESULTS,
     ROOT,
@@ -86,11 +86,11 @@ ROWS = {
 }
 
 Record = dict[str, Any]
-Opponent = TypeVar("Opponent", bound=torch.nn.Module)  # has `nats` like `CausalDecoder`
+Network = TypeVar("Network", bound=Opponent)
 
 
 @torch.no_grad()
-def decoder_bits(model: torch.nn.Module, split: Split, ids: np.ndarray | None = None) -> Record:
+def decoder_bits(model: Opponent, split: Split, ids: np.ndarray | None = None) -> Record:
     """Return the bits per token of a split's documents, or of those with the indices `ids`, each with its end."""
     measured = np.arange(len(split)) if ids is None else ids
     nats = np.zeros(len(measured))
@@ -100,8 +100,8 @@ def decoder_bits(model: torch.nn.Module, split: Split, ids: np.ndarray | None = 
 
 
 def train(
-    config: RunConfig, store: Store, build: Callable[[ModelConfig, Manifest], Opponent] = CausalDecoder
-) -> tuple[Opponent, dict[int, float]]:
+    config: RunConfig, store: Store, build: Callable[[ModelConfig, Manifest], Network]
+) -> tuple[Network, dict[int, float]]:
     """Train a decoder in place of the config's network, until the validation split gets no better.
 
     Returns:
@@ -186,7 +186,7 @@ class Contest(Corpus):
         """Return a result of the folder. If it is not there, measure it."""
         return kept(self.folder / f"{name}.json", measure)
 
-    def result(self, seed: int, steps: int, train_cpu_s: float, model: torch.nn.Module) -> Record:
+    def result(self, seed: int, steps: int, train_cpu_s: float, model: Any) -> Record:
         """Return what the results of both networks have."""
         return {
             "seed": seed,
@@ -202,7 +202,7 @@ class Contest(Corpus):
         def measure() -> Record:
             started = time.process_time()
             config = self.config(f"run.seed={seed}", f"train.steps={steps}", f"optim.lr={rate}")
-            model, curve = train(config, self.store)
+            model, curve = train(config, self.store, CausalDecoder)
             result = self.result(seed, steps, time.process_time() - started, model)
             best = min(curve, key=curve.__getitem__)
             result |= {"rate": rate, "best_step": best, "last_step": max(curve), "validation_bits": curve[best]}

@@ -268,8 +268,9 @@ def curves(options: Options) -> Result:
     """Compare curves with and without replayed steps, with recomputation, validations, checkpoints and a resume."""
     # A micro-batch has so many samples that few sizes occur, and most steps are replayed.
     samples, tokens, steps = (24, 300, 6) if options.tiny else (96, 10_240, 20)
-    shared = (*SMALL, "schedule.lr=constant", "optim.warmup_steps=3", "validation={every: 4, samples: 32}")
-    shared += (f"checkpoint.every_steps={steps // 2}", data(options, "documents"))
+    checkpoints = f"checkpoint.every_steps={steps // 2}"
+    settings_of_all = "schedule.lr=constant", "optim.warmup_steps=3", "validation={every: 4, samples: 32}", checkpoints
+    shared = (*SMALL, *settings_of_all, data(options, "documents"))
 
     def settings(graphs_are: str, steps: int = steps, kept: str = "none") -> tuple[str, ...]:
         size = f"train={{steps: {steps}, global_batch_size: {samples}, micro_batch_tokens: {tokens}}}"
@@ -310,6 +311,7 @@ class Plain(torch.nn.Module):
         """Return logits [B, L / 2, V] of every other one of `tokens` [B, L]."""
         x = self.embed(tokens)
         for layer in self.layers:
+            assert isinstance(layer, torch.nn.ModuleDict)
             qkv = layer["qkv"](F.rms_norm(x, x.shape[-1:])).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
             x = x + layer["out"](F.scaled_dot_product_attention(*qkv).transpose(1, 2).flatten(2))
             gate, value = layer["up"](F.rms_norm(x, x.shape[-1:])).chunk(2, -1)
@@ -356,7 +358,7 @@ def runs(options: Options) -> Result:
     wanted += [("12x768", "documents", 256, "compiled"), ("24x1024", "full", 8, "compiled")]
     settings: dict[str, tuple[str, ...]] = {}
     for size, kind, samples, mode in wanted:
-        special = () if kind == "full" else (f"train.micro_batch_tokens={BUDGET_TOKENS}",)
+        special: tuple[str, ...] = () if kind == "full" else (f"train.micro_batch_tokens={BUDGET_TOKENS}",)
         special += graphs("off") if mode == "without-graphs" else ()
         steps = steps_of(options, 40, samples)
         settings[f"{size}-{kind}-{samples}-{mode}"] = (

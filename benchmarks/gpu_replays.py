@@ -55,15 +55,15 @@ def flash(lengths: Sequence[int]) -> tuple[Tensor, Callable[[], Tensor], Callabl
     from torch.nn.attention.varlen import varlen_attn
 
     make, offsets, longest = torch.Generator("cuda").manual_seed(0), offsets_of(lengths), max(lengths)
-    *qkv, grad = torch.randn(4, sum(lengths), 16, 64, generator=make, device="cuda", dtype=torch.bfloat16)
-    qkv = [part.clone().requires_grad_() for part in qkv]
+    q, k, v, grad = torch.randn(4, sum(lengths), 16, 64, generator=make, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (part.clone().requires_grad_() for part in (q, k, v))
 
     def forward() -> Any:
-        return varlen_attn(*qkv, offsets, offsets, longest, longest)
+        return varlen_attn(q, k, v, offsets, offsets, longest, longest)
 
     def both() -> list[Tensor]:
         out = forward()
-        return [out.detach(), *torch.autograd.grad(out, qkv, grad)]
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad)]
 
     return offsets, forward, both
 

@@ -562,7 +562,8 @@ def write_corpora(benchmark: str, measured: Mapping[str, Any], folder: Path, nam
     """Write the results of corpora. A corpus that was not measured now keeps its last result."""
     path = folder / f"{benchmark}.json"
     earlier = json.loads(path.read_text(encoding="utf-8"))["corpora"] if path.exists() else {}
-    corpora = {name: (earlier | measured)[name] for name in names if name in earlier | measured}
+    results = {**earlier, **measured}
+    corpora = {name: results[name] for name in names if name in results}
     write_json({"benchmark": benchmark, "corpora": corpora}, folder, benchmark)
 
 

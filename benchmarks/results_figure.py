@@ -102,6 +102,7 @@ def draw_crossover(by_label: Mapping[str, Mapping[float, list[float]]]) -> str:
         parts.append(f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="2"/>')
         for reads, values in curve.items():
             for value in values:
-                parts.append('<circle cx="{:.1f}" cy="{:.1f}" r="3" fill="{}"/>'.format(*place(reads, value), color))
+                cx, cy = place(reads, value)
+                parts.append(f'<circle cx="{cx:.1f}" cy="{cy:.1f}" r="3" fill="{color}"/>')
     title = "Bits per token of held-out sentences, by how often each training sentence was read (dots: seeds)"
     return _svg(title, parts)

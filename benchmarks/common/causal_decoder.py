@@ -31,12 +31,21 @@ class Block(nn.Module):
         """Return the output, and the keys and values [2, B, heads, L, D / heads] of `past` and these positions."""
         qkv = self.qkv(self.norm(x_BLD)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         present = qkv[1:] if past is None else torch.cat([past, qkv[1:]], dim=-2)
-        attended = F.scaled_dot_product_attention(qkv[0], *present, is_causal=past is None)
+        keys, values = present
+        attended = F.scaled_dot_product_attention(qkv[0], keys, values, is_causal=past is None)
         x_BLD = x_BLD + self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
         return x_BLD + self.dropout(self.mlp(x_BLD)), present
 
 
-class CausalDecoder(nn.Module):
+class Opponent(nn.Module):
+    """A network that writes texts from latents, and learns it by `nats`."""
+
+    def nats(self, latents_BMC: Tensor, texts: Sequence[Tensor]) -> Tensor:
+        """Return the loss of each position of each text [B, positions], 0 after its last."""
+        raise NotImplementedError
+
+
+class CausalDecoder(Opponent):
     """A causal transformer over latents, tokens and an end, with learned positions and a tied head.
 
     Two blocks more than the config's network, which has parameters for noise times and a latent stream instead.
@@ -61,8 +70,8 @@ class CausalDecoder(nn.Module):
         """
         start, present = past[0].shape[-2] if past else 0, []
         x_BLD = x_BLD + self.positions.weight[start : start + x_BLD.shape[1]]
-        for block, past_of_block in zip(self.blocks, past or [None] * len(self.blocks), strict=True):
-            x_BLD, keys_and_values = block(x_BLD, past_of_block)
+        for number, block in enumerate(self.blocks):
+            x_BLD, keys_and_values = block(x_BLD, past[number] if past else None)
             present.append(keys_and_values)
         return F.linear(self.norm(x_BLD), self.tokens.weight), present
 

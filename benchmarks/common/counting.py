@@ -163,8 +163,8 @@ def counts_of(run: Open, steps: range, vocab_size: int, device_type: str) -> Cou
         real += sum(run.feed.batch().lengths)
         with watched(run, inside), counter:
             run.step(step)
-    counted = (counter.operators, counter.syncs, counter.rows)
-    return Counts(*(count / len(steps) for count in counted), real / max(1, counter.positions))
+    operators, syncs, rows = (count / len(steps) for count in (counter.operators, counter.syncs, counter.rows))
+    return Counts(operators, syncs, rows, real / max(1, counter.positions))
 
 
 def _step_counts(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.common.causal_decoder import Block
+from benchmarks.common.causal_decoder import Block, Opponent
 from mmldlm.data.manifest import Manifest
 from mmldlm.model.mmdit import ModelConfig
 
@@ -37,14 +37,15 @@ class ConditionedBlock(Block):
     def forward(self, x_BLD: Tensor, given_BD: Tensor, is_seen: Tensor) -> Tensor:  # type: ignore[override]
         scale, shift, gate, mlp_scale, mlp_shift, mlp_gate = self.modulation(given_BD)[:, None].chunk(6, dim=-1)
         qkv = self.qkv(self.norm(x_BLD) * (1 + scale) + shift).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(*qkv, attn_mask=is_seen)
+        queries, keys, values = qkv
+        attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=is_seen)
         x_BLD = x_BLD + gate * self.dropout(self.out(attended.transpose(1, 2).flatten(2)))
         norm, *mlp = self.mlp
         hidden = nn.Sequential(*mlp)(norm(x_BLD) * (1 + mlp_scale) + mlp_shift)
         return x_BLD + mlp_gate * self.dropout(hidden)
 
 
-class MaskedInverter(nn.Module):
+class MaskedInverter(Opponent):
     """The network, with two blocks more than the config's, which has a latent stream instead.
 
     Args:

@@ -75,7 +75,7 @@ validation.validation_losses = timed("validation", validation.validation_losses)
 validation.quality = timed("quality", validation.quality)
 validation.text_samples = timed("text samples", validation.text_samples)
 validation.collect_figure_data = timed("figures", validation.collect_figure_data)
-Tracker.log_figures = timed("figures", Tracker.log_figures)
+Tracker.log_figures = timed("figures", Tracker.log_figures)  # type: ignore[method-assign]
 
 code = train.main(trainer_cls=TimedTrainer)
 times = {"ended": time.perf_counter(), "paused": TimedTrainer.paused, "steps": steps, "events": events}

@@ -103,7 +103,7 @@ def padded(noised: NoisedBatch, pad_id: int, length: int) -> dict[str, Tensor]:
 
 
 def reference_loss(
-    model: nn.Module, noised: NoisedBatch, latent_weight: float, length: int
+    model: ReferenceModel, noised: NoisedBatch, latent_weight: float, length: int
 ) -> tuple[Tensor, dict[str, float]]:
     """Compute the loss of one micro-batch with all logits. Return it with the values read from the device."""
     rectangle = padded(noised, model.shape.pad_id, length)
@@ -221,6 +221,7 @@ def variants(precision: str, device_type: str) -> dict[str, Variant]:
         listed.append(Variant("trainer-bf16", "our trainer in bf16", settings=("precision=bf16",)))
     listed.append(Variant("trainer-muon", "our trainer with Muon, as the quickstart", settings=("optim.name=muon",)))
     listed.append(Variant("trainer-compiled", "our trainer, compiled", settings=("compile.scope=regional",)))
+    settings: tuple[str, ...]
     for kind in ("selective", "full"):
         settings = (f"memory.activation_checkpointing={kind}",)
         listed.append(Variant(f"trainer-{kind}", f"our trainer, {kind} recomputation of each block", settings=settings))
@@ -266,7 +267,7 @@ def opened(variant: Variant, task: Task, rows: list[np.ndarray], folder: Path) -
         return
     with (
         entered(FeedTrainer(task.config(folder / "run", variant.settings), feed), folder) as trainer,
-        closing(trainer.steps()) as steps,
+        closing(trainer.steps()) as steps,  # type: ignore[type-var]  # it is a generator
     ):
         engine = trainer.engine
         yield Open(

@@ -119,7 +119,7 @@ def test_a_later_call_measures_what_is_missing(out: Path) -> None:
 @quick
 def test_a_decoder_reproduces_what_it_has_memorized(store: Store, tmp_path: Path) -> None:
     contest = Contest(store, tmp_path, "simple-docs", (*SIZE, "train.steps=200"))
-    model, curve = decoder.train(contest.config("optim.lr=1e-2"), store)
+    model, curve = decoder.train(contest.config("optim.lr=1e-2"), store, CausalDecoder)
     bits = decoder.decoder_bits(model, store.split("test"))[EXACT]
     assert bits < 0.1 and bits == pytest.approx(min(curve.values()))
     for decoding, texts in contest.decoder_texts(model).items():
@@ -135,7 +135,7 @@ def test_a_decoder_reproduces_what_it_has_memorized(store: Store, tmp_path: Path
 def test_a_decoder_that_gets_no_better_stops_with_its_best_weights(tmp_path: Path) -> None:
     store = write_store(tmp_path, unseen=8)
     contest = Contest(store, tmp_path, "simple-docs", (*SIZE, "train.steps=600"))
-    model, curve = decoder.train(contest.config("optim.lr=1e-2"), store)
+    model, curve = decoder.train(contest.config("optim.lr=1e-2"), store, CausalDecoder)
     steps = sorted(curve)
     assert steps[-1] < 600 and steps.index(min(curve, key=curve.__getitem__)) == len(steps) - 1 - decoder.PATIENCE
     assert decoder.decoder_bits(model, store.split("validation"))[EXACT] == min(curve.values())
