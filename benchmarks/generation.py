@@ -1,11 +1,11 @@
-"""What a run's texts gain by the search, and what they lose if their latents are rounded, cut or noised.
+"""What the texts of runs gain by the search, and what they lose if their latents are rounded, cut or noised.
 
-    python -m benchmarks generation RUN [--data STORE] [--limit N]
+    python -m benchmarks generation RUN ... [--data STORE] [--limit N]
 
-Prints two tables, and writes OUT/generation.json. Texts are generated from the latents of all held-out documents, on
-one thread. The first table has settings of the sampler, and a search that an encoder of other texts directs. The second
-has changed latents: how many bits a token needs given them (an exact likelihood, with the length), and how many texts
-come back. A search then looks for the changed latent.
+Prints two tables, of several runs with medians and ranges, and writes OUT/generation.json. Texts are generated from the
+latents of all held-out documents, on one thread. The first table has settings of the sampler, and a search that an
+encoder of other texts directs. The second has changed latents: how many bits a token needs given them (an exact
+likelihood, with the length), and how many texts come back. A search then looks for the changed latent.
 """
 
 from __future__ import annotations
@@ -19,14 +19,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common.report import RESULTS, circumstances, markdown, plain_parser, print_status, write_json
+from benchmarks.common.report import (
+    RESULTS,
+    circumstances,
+    markdown,
+    plain_parser,
+    print_status,
+    value_with_spread,
+    write_json,
+)
 from benchmarks.common.text_metrics import bits, our_nats
 from mmldlm.data.encoders import LatentEncoder
 from mmldlm.data.store import Store
 from mmldlm.diffusion.sampling import SamplingConfig
+from mmldlm.errors import UsageError
 from mmldlm.evaluation import Evaluation, EvaluationConfig
 from mmldlm.evaluation.l2t import reencoding_metrics, reference_metrics
-from mmldlm.loading.load import load_run
+from mmldlm.loading.load import LoadedRun, load_run
 
 ROUNDS = (1, 2, 4, 32)
 WITHOUT = "without search"
@@ -104,45 +113,14 @@ def bits_of_latents(evaluation: Evaluation) -> dict[str, Any]:
     return bits("bits_per_token", our_nats(evaluation)[0], evaluation.lengths)
 
 
-def blocks(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return Markdown by name: a row for each setting of the sampler, and for each change of the latents."""
-
-    def share(arm: Mapping[str, Any]) -> str:
-        low, high = arm["exact_match_ci95"]
-        return f"{arm['exact_match']:.3f} ({low:.3f} to {high:.3f})"
-
-    def cosine(arm: Mapping[str, Any]) -> str:
-        value = arm["reencoded_cosine"]  # null if the encoder has no latent for any of the texts
-        return "-" if value is None else f"{value:.3f}"
-
-    settings, latents = [], []
-    for name, arm in result["settings"].items():
-        row = {f"{arm['texts']} held-out texts": name, "passes a text": f"{arm['passes_per_text']:.0f}"}
-        row |= {"CPU ms": f"{arm['cpu_ms_per_text']:.0f}", "exact matches": share(arm), "BLEU": f"{arm['bleu']:.1f}"}
-        settings.append(row | {"cosine to the latent": cosine(arm)})
-    for name, arm in result["latents"].items():
-        low, high = arm["bits_per_token_ci95"]
-        row = {"latents": name, "bits a token": f"{arm['bits_per_token']:.2f} ({low:.2f} to {high:.2f})"}
-        row |= {"exact matches, without search": share(arm[WITHOUT]), "with search": share(arm["search"])}
-        latents.append(row | {"BLEU, with search": f"{arm['search']['bleu']:.1f}"})
-    return {"search": markdown(settings), "changed-latents": markdown(latents)}
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = plain_parser("generation", "What texts gain by the search, and lose with changed latents.")
-    parser.add_argument("run", help="run folder, trained on latents whose encoder is in its store")
-    parser.add_argument("--data", help="data store, if it is no longer where the run's config says")
-    parser.add_argument("--limit", type=int, default=1_000_000, help="held-out texts to measure (all)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of generation.json (%(default)s)")
-    options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    run = load_run(options.run, data=options.data)
+def measure(run: LoadedRun, limit: int) -> dict[str, Any]:
+    """Return what texts of a run are like by each setting of the sampler, and from each change of the latents."""
     encoder, default = run.encoder, run.config.sampling
     without = replace(default, search=0)
     arms = {WITHOUT: without, **{f"`--search {rounds}`": replace(default, search=rounds) for rounds in ROUNDS}}
     arms |= {"default": default, "default, one length": replace(default, tried_lengths=1)}
     arms[f"{WITHOUT}, twice the steps"] = replace(without, steps=2 * default.steps)
-    evaluation = Evaluation(run, EvaluationConfig(samples=options.limit, texts=options.limit))
+    evaluation = Evaluation(run, EvaluationConfig(samples=limit, texts=limit))
     settings: dict[str, Any] = {}
     for name, sampling in arms.items():
         settings[name] = texts(evaluation, sampling)
@@ -157,8 +135,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         found = {WITHOUT: texts(evaluation, without), "search": texts(evaluation, default)}
         latents[name] = bits_of_latents(evaluation) | found
         print_status(f"latents {name}: {latents[name]['bits_per_token']:.2f} bits a token")
-    result = {**circumstances(torch.device("cpu")), "data": run.store.identity, "step": run.step}
-    result |= {"settings": settings, "latents": latents}
+    return {"seed": run.config.run.seed, "step": run.step, "settings": settings, "latents": latents}
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def blocks(result: Mapping[str, Any]) -> dict[str, str]:
+    """Return Markdown by name: a row for each setting of the sampler, and for each change of the latents."""
+    runs, settings, latents = result["runs"], [], []
+    for name, arm in runs[0]["settings"].items():
+        arms = [run["settings"][name] for run in runs]
+        title = f"{arm['texts']} held-out texts, seeds: {len(runs)}"
+        columns = {
+            "passes a text": ("passes_per_text", ".0f"),
+            "CPU ms": ("cpu_ms_per_text", ".0f"),
+            "exact matches": ("exact_match", ".3f"),
+            "BLEU": ("bleu", ".1f"),
+            "cosine to the latent": ("reencoded_cosine", ".3f"),  # null if the encoder has no latent for any text
+        }
+        settings.append({title: name} | {head: value_with_spread(arms, *column) for head, column in columns.items()})
+    for name in runs[0]["latents"]:
+        arms = [run["latents"][name] for run in runs]
+        plain, searched = ([arm[way] for arm in arms] for way in (WITHOUT, "search"))
+        row = {"latents": name, "bits a token": value_with_spread(arms, "bits_per_token", ".2f")}
+        row["exact matches, without search"] = value_with_spread(plain, "exact_match", ".3f")
+        row["with search"] = value_with_spread(searched, "exact_match", ".3f")
+        latents.append(row | {"BLEU, with search": value_with_spread(searched, "bleu", ".1f")})
+    return {"search": markdown(settings), "changed-latents": markdown(latents)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = plain_parser("generation", "What texts gain by the search, and lose with changed latents.")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN", help="run folders, trained on latents whose encoder is in their store")
+    add("--data", help="data store, if it is no longer where the runs' configs say")
+    add("--limit", type=int, default=1_000_000, help="held-out texts to measure (all)")
+    add("--out", type=Path, default=RESULTS, help="folder of generation.json (%(default)s)")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    loaded = [load_run(path, data=options.data) for path in options.runs]
+    if len(stores := {run.store.identity for run in loaded}) > 1:
+        raise UsageError(f"RUN: expected runs of one data store, found {len(stores)}")
+    runs = [measure(run, options.limit) for run in loaded]
+    result = {**circumstances(torch.device("cpu")), "data": loaded[0].store.identity, "runs": runs}
     write_json(result, options.out, "generation")
     print("\n\n".join(blocks(result).values()))
     return 0

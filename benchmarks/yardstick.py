@@ -38,10 +38,10 @@ from benchmarks.common.report import (
     circumstances,
     kept,
     markdown,
-    median_with_range,
     plain_parser,
     positive,
     select_names,
+    value_with_spread,
 )
 from benchmarks.common.text_metrics import bits, bleu_signature, our_nats, text_metrics
 from benchmarks.decoder import BATCH, EXACT, NEAREST, VALIDATIONS, Corpus, decode, decoder_bits, train
@@ -287,20 +287,12 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
             title = f"`{name}`, {kind}: {control['texts']} texts of {control['tokens_per_text']:.0f} tokens"
             table = [
                 {title: f"{method}, {way}" if way else method}
-                | {head: _cell(runs, metric, digits) for head, (metric, digits) in COLUMNS.items()}
+                | {head: value_with_spread(runs, metric, digits) for head, (metric, digits) in COLUMNS.items()}
                 for method, way, runs in rows
             ]
             made[f"yardstick-{name}-{kind.replace(' ', '-')}"] = markdown(table)
         made[f"yardstick-{name}"] = _about(corpus)
     return made
-
-
-def _cell(runs: Sequence[Record], metric: str, digits: str) -> str:
-    """Return the median and range of the seeds, or of one seed the value with its 95 % interval over the texts."""
-    interval = runs[0].get(f"{metric}_ci95")
-    if len(runs) == 1 and interval and runs[0].get(metric) is not None:
-        return f"{runs[0][metric]:{digits}} ({interval[0]:{digits}} to {interval[1]:{digits}})"
-    return median_with_range([run.get(metric) for run in runs], digits)
 
 
 def _about(corpus: Mapping[str, Any]) -> str:

@@ -150,6 +150,14 @@ def median_with_range(values: Sequence[float | None], digits: str = ".3g") -> st
     return f"{median(known):{digits}}{spread}"
 
 
+def value_with_spread(runs: Sequence[Mapping[str, Any]], metric: str, digits: str) -> str:
+    """Return the median and range of runs as Markdown, or of one run the value with its 95 % interval."""
+    interval = runs[0].get(f"{metric}_ci95")
+    if len(runs) == 1 and interval and runs[0].get(metric) is not None:
+        return f"{runs[0][metric]:{digits}} ({interval[0]:{digits}} to {interval[1]:{digits}})"
+    return median_with_range([run.get(metric) for run in runs], digits)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return ""

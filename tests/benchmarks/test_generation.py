@@ -49,7 +49,8 @@ def test_both_tables(short_run: LoadedRun, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("mmldlm.diffusion.search.FOUND", 0.0)  # so little training finds no text
     assert generation.main([str(short_run.folder), "--limit", "6", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "generation.json").read_text(encoding="utf-8"))
-    settings, latents = result["settings"], result["latents"]
+    (run,) = result["runs"]
+    settings, latents = run["settings"], run["latents"]
     assert settings[WITHOUT]["passes_per_text"] < settings["`--search 1`"]["passes_per_text"]
     near = {name: arm["reencoded_cosine"] or -1.0 for name, arm in settings.items()}  # null: no text has a latent
     assert near["default"] > near[WITHOUT] and near["default"] > near[OTHERS]
@@ -57,5 +58,6 @@ def test_both_tables(short_run: LoadedRun, tmp_path: Path, monkeypatch: pytest.M
     for key in ("bleu", "exact_match", "reencoded_cosine"):
         assert whole["search"][key] == settings["default"][key] and whole[WITHOUT][key] == settings[WITHOUT][key]
     assert latents["noise 0.3"]["bits_per_token"] != whole["bits_per_token"]
-    made = generation.blocks(result)
+    made = generation.blocks({"runs": [run, run]})
     assert made["search"].count("\n") == 1 + len(settings) and made["changed-latents"].count("\n") == 1 + len(latents)
+    assert "seeds: 2" in made["search"] and " to " in generation.blocks(result)["search"]  # an interval
