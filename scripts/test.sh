@@ -41,7 +41,7 @@ if [ "${1:-}" = --lowest ] || [ "${1:-}" = --newest ]; then
   "$bin/python" -c 'import torch; print("==> torch", torch.__version__)'
   "$bin/python" -m pytest -q -n auto --dist worksteal -p no:cacheprovider -m "not slow" \
     tests/distributed/test_engine_parity.py tests/distributed/test_hybrid_sharding.py tests/trainer/test_step_guard.py \
-    tests/checkpoint tests/prepare/test_{pipeline,parts,tables}.py tests/model/test_{heads,mmdit}.py tests/tools/compare \
+    tests/checkpoint tests/prepare/test_{pipeline,parts,tables}.py tests/model/test_{compile,heads,mmdit}.py tests/tools/compare \
     tests/inference/test_bundle.py
   exit
 fi

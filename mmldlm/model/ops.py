@@ -362,7 +362,8 @@ def modulated(
     stream: Stream, shift_scale_B2D: Tensor, rows: SampleRows | None, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
     """Return the stream [T, D] after its addition, and its modulated layer norm (`modulate`) [T, D] in `dtype`."""
-    if runs_on_cpu(stream.x):
+    # Of `_AddNorm` without its kernel, PyTorch 2.11 compiles wrong gradients in float32, where `float` copies nothing.
+    if runs_on_cpu(stream.x) or (torch.compiler.is_compiling() and gpu_kernels(stream.x) is None):
         x_TD = stream.added(rows)
         return x_TD, modulate(x_TD, shift_scale_B2D, rows).to(dtype)
     x, branch, gate = stream
