@@ -40,6 +40,13 @@ from mmldlm.loading.load import LoadedRun, load_run
 ROUNDS = (1, 2, 4, 32)
 WITHOUT = "without search"
 OTHERS = "default, by other texts"
+COLUMNS = {  # of the table of settings: the metric and its digits
+    "passes a text": ("passes_per_text", ".0f"),
+    "CPU ms": ("cpu_ms_per_text", ".0f"),
+    "exact matches": ("exact_match", ".3f"),
+    "BLEU": ("bleu", ".1f"),
+    "cosine to the latent": ("reencoded_cosine", ".3f"),  # null if the encoder has no latent for any text
+}
 
 
 class OtherTexts:
@@ -147,14 +154,7 @@ def blocks(result: Mapping[str, Any]) -> dict[str, str]:
     for name, arm in runs[0]["settings"].items():
         arms = [run["settings"][name] for run in runs]
         title = f"{arm['texts']} held-out texts, seeds: {len(runs)}"
-        columns = {
-            "passes a text": ("passes_per_text", ".0f"),
-            "CPU ms": ("cpu_ms_per_text", ".0f"),
-            "exact matches": ("exact_match", ".3f"),
-            "BLEU": ("bleu", ".1f"),
-            "cosine to the latent": ("reencoded_cosine", ".3f"),  # null if the encoder has no latent for any text
-        }
-        settings.append({title: name} | {head: value_with_spread(arms, *column) for head, column in columns.items()})
+        settings.append({title: name} | {head: value_with_spread(arms, *column) for head, column in COLUMNS.items()})
     for name in runs[0]["latents"]:
         arms = [run["latents"][name] for run in runs]
         plain, searched = ([arm[way] for arm in arms] for way in (WITHOUT, "search"))
